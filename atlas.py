@@ -20,6 +20,7 @@ import dataclasses, difflib, functools, math
 from dataclasses import dataclass
 import numpy as np
 from tinygrad import Tensor, dtypes
+from tinygrad.engine.jit import JitError
 import kernels
 
 # *** settings ***
@@ -136,3 +137,187 @@ def eta_bound(cfg:Config) -> float:
   """The largest memory step a token may take."""
   if cfg.optimizer == "muon": return INIT.eta_muon
   return (INIT.eta_momentum if cfg.momentum else INIT.eta_gd) / cfg.chunk
+
+def memory_shapes(cfg:Config) -> dict[str, tuple[int, int, int]]:
+  """The matrices of one block's memory, (heads, out, in)."""
+  D, hidden = kernels.feature_size(cfg.key_dim, cfg.features, cfg.degree), cfg.expand * cfg.value_dim
+  if cfg.memory == "linear": return {"W": (cfg.heads, cfg.value_dim, D)}
+  shapes = {"W1": (cfg.heads, cfg.value_dim, hidden), "W2": (cfg.heads, hidden, D)}
+  return shapes | {"W3": shapes["W2"]} if cfg.memory == "gated" else shapes
+
+def gate_sizes(cfg:Config) -> dict[str, int]:
+  """Columns of the gate projection, in order; a rule has no gates that it has no use for."""
+  return {"eta": cfg.heads, "gamma": cfg.heads * cfg.window} | ({"alpha": cfg.heads} if cfg.forget else {}) | ({"theta": cfg.heads} if cfg.momentum else {})
+
+def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
+  """Every parameter: name -> (shape, initial values): a float is the standard deviation of normal noise, an array the values themselves.
+  Matrices are (out, in).  Nothing big is allocated, so sizes can be counted before they are paid for."""
+  def dense(out, inp, scale=1.0): return (out, inp), scale * inp ** -0.5
+  def ones(n): return (n,), np.ones(1)
+  H, d, dv, wide = cfg.heads, cfg.key_dim, cfg.value_dim, round(cfg.mlp_ratio * cfg.dim)
+  table: dict = {"embed": ((cfg.vocab, cfg.dim), INIT.weight), "norm": ones(cfg.dim)}
+  into_stream = (2 * cfg.layers) ** -0.5                 # what is added to the residual stream: its variance does not grow with depth
+  for i in range(cfg.layers):
+    block: dict = {"norm1": ones(cfg.dim), "qkv": dense(H * (2 * d + dv), cfg.dim), "out": dense(cfg.dim, H * dv, into_stream),
+                   "norm2": ones(cfg.dim), "mlp_in": dense(2 * wide, cfg.dim), "mlp_out": dense(cfg.dim, wide, into_stream)}
+    if cfg.mixer == "memory":
+      if cfg.conv: block["conv"] = (cfg.conv, H * (2 * d + dv)), cfg.conv ** -0.5
+      start = {"eta": INIT.eta, "gamma": INIT.gamma, "alpha": INIT.alpha, "theta": INIT.theta}
+      bias = [math.log(start[g] / (1 - start[g])) for g, n in gate_sizes(cfg).items() for _ in range(n)]
+      block |= {"gates": ((len(bias), cfg.dim), INIT.weight), "gate_bias": ((len(bias),), np.array(bias)),
+                "out_norm": ones(dv), "out_gate": dense(H * dv, cfg.dim)}
+      block |= {f"memory.{n}": (shape, shape[-1] ** -0.5) for n, shape in memory_shapes(cfg).items()}
+      if cfg.features == "poly":                         # a_i = root_i^2: never negative; 1/i! makes phi(x).phi(y) the start of exp(x.y)
+        block["memory.a_root"] = (cfg.degree + 1,), np.array([math.factorial(i) ** -0.5 for i in range(cfg.degree + 1)])
+    table |= {f"layers.{i}.{n}": row for n, row in block.items()}
+  return table
+
+def parts(cfg:Config) -> dict[str, int]:
+  """Number of parameters by part of the model, and in all ("total")."""
+  group = {"embed": "embedding (tied)", "memory": "memories M_0", "mlp_in": "MLP", "mlp_out": "MLP", "norm": "norms", "norm1": "norms", "norm2": "norms"}
+  count: dict[str, int] = {}
+  for name, (shape, _) in layout(cfg).items():
+    part = group.get(name.split(".")[2] if "." in name else name, "mixer projections")
+    count[part] = count.get(part, 0) + math.prod(shape)
+  return count | {"total": sum(count.values())}
+
+def unflatten(flat:dict) -> dict:
+  """{"layers.0.qkv": x} -> {"layers": {"0": {"qkv": x}}}"""
+  tree: dict = {}
+  for name, x in flat.items():
+    *path, last = name.split(".")
+    functools.reduce(lambda node, key: node.setdefault(key, {}), path, tree)[last] = x
+  return tree
+
+def init(cfg:Config, seed:int=0) -> dict:
+  """The slow weights as a nested dict of float32 Tensors; a pure function of (cfg, seed), each tensor of its name and seed alone."""
+  def values(name, shape, fill):
+    if isinstance(fill, np.ndarray): return np.broadcast_to(fill, shape).astype(np.float32)
+    return np.random.default_rng([seed, *name.encode()]).standard_normal(shape, dtype=np.float32) * np.float32(fill)
+  return unflatten({name: Tensor(np.ascontiguousarray(values(name, *row))).realize() for name, row in layout(cfg).items()})
+
+# *** the model, from the inside out.  x: the residual stream (B,T,dim) ***
+
+def linear(x:Tensor, w:Tensor) -> Tensor: return x.contiguous() @ w.transpose()
+
+def rms_norm(x:Tensor, weight:Tensor) -> Tensor: return (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight).contiguous()
+
+def unit(x:Tensor) -> Tensor: return (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).contiguous()
+
+def split_heads(cfg:Config, z:Tensor) -> list[Tensor]:
+  """(B,T,H*(2*key_dim+value_dim)) -> q, k (B,H,T,key_dim), v (B,H,T,value_dim)"""
+  H, d, dv = cfg.heads, cfg.key_dim, cfg.value_dim
+  return [p.reshape(*z.shape[:2], H, -1).transpose(1, 2).contiguous() for p in z.split([H * d, H * d, H * dv], dim=-1)]
+
+def causal_conv(x:Tensor, w:Tensor, tail:Tensor|None) -> tuple[Tensor, Tensor]:
+  """Depthwise: out_t = sum_j w[j] x_{t-j}; tail (B,len(w)-1,channels): the inputs before x, zeros at the start of the stream."""
+  past = w.shape[0] - 1
+  x = (x.pad((None, (past, 0), None)) if tail is None else tail.cat(x, dim=1)).contiguous()
+  T = x.shape[1] - past
+  return functools.reduce(Tensor.add, [w[j] * x[:, past - j:past - j + T] for j in range(past + 1)]), x[:, T:].contiguous()
+
+def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict]:
+  """The memory between its projections (method: Titans' block).  x (B,T,dim), normalised -> (B,T,dim)."""
+  B, T, H, after = *x.shape[:2], cfg.heads, {}
+  z = linear(x, p["qkv"])
+  if cfg.conv: z, after["conv"] = causal_conv(z, p["conv"], None if state is None else state["conv"])
+  q, k, v = split_heads(cfg, z.silu().contiguous())
+  q, k = unit(q), unit(k)                                # choice: before phi, and the same for both
+
+  gates = (linear(x, p["gates"]) + p["gate_bias"]).sigmoid().transpose(1, 2).contiguous()                        # (B,gates,T)
+  gate = dict(zip(gate_sizes(cfg), gates.split(list(gate_sizes(cfg).values()), dim=1)))
+  eta = gate["eta"] * eta_bound(cfg)
+  gamma = gate["gamma"].reshape(B, H, cfg.window, T).transpose(2, 3) / cfg.window                                # (B,H,T,window)
+  one = Tensor.ones(B, H, T)
+  weights = {n: w for n, w in p["memory"].items() if n != "a_root"} | ({"a": p["memory"]["a_root"].square()} if cfg.features == "poly" else {})
+  y, memory = kernels.memory(cfg, weights, q, k, v, gate.get("alpha", one), gate.get("theta", one), eta, gamma, state)   # (B,H,T,value_dim)
+
+  y = rms_norm(y, p["out_norm"]).transpose(1, 2).reshape(B, T, -1) * linear(x, p["out_gate"]).silu()
+  return linear(y, p["out"]), after | {n: s for n, s in memory.items() if n != "position"}
+
+@functools.cache
+def _rope_table(length:int, d:int, device:str) -> tuple[Tensor, Tensor]:
+  """cos and sin (length, d/2) of the angles of rotary positions, computed in float64."""
+  angles = np.outer(np.arange(length), 10_000.0 ** (-np.arange(0, d, 2) / d))
+  cos, sin = [Tensor(f(angles).astype(np.float32), device=device).realize() for f in (np.cos, np.sin)]
+  return cos, sin
+
+def rotate(x:Tensor, cos:Tensor, sin:Tensor) -> Tensor:
+  """Rotary positions: pairs (x_i, x_{i+d/2}) turned by their angle; x (B,H,T,d), cos and sin (T,d/2)."""
+  a, b = x.chunk(2, dim=-1)
+  return (a * cos - b * sin).cat(a * sin + b * cos, dim=-1).contiguous()
+
+def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict]:
+  """Causal softmax attention with rotary positions, over everything or the last attn_window tokens.  x (B,T,dim), normalised -> (B,T,dim).
+
+  State: keys (not yet rotated) and values.  A window keeps its last attn_window in a rolling cache and counts positions from the cache's
+  start.  Full attention keeps all in a cache that doubles when full; under TinyJit it cannot grow, and a step past its end gives NaN."""
+  q, k, v = split_heads(cfg, linear(x, p["qkv"]).contiguous())
+  (B, H, T, d), w, past = q.shape, cfg.attn_window, 0    # past: columns before the first query
+  position = Tensor(0, dtype=dtypes.int32) if state is None else state["position"]
+  at: int|Tensor = 0                                     # column of the first query
+  if state is not None and w: k, v, at = state["k"].cat(k, dim=2), state["v"].cat(v, dim=2), w
+  elif state is not None:
+    if (known := read_position(state)) is not None:      # None only while a jit is captured
+      past = known
+      if past + T > state["k"].shape[2]: state = state | {n: _with_capacity(state[n], past + T) for n in ("k", "v")}
+    if T > 1: k, v, at = state["k"][:, :, :past].cat(k, dim=2), state["v"][:, :, :past].cat(v, dim=2), past
+    else:
+      here, at = (Tensor.arange(state["k"].shape[2]) == position).reshape(-1, 1), position
+      k, v = here.where(k, state["k"]), here.where(v, state["v"])
+  k, v = k.contiguous(), v.contiguous()
+  L = k.shape[2]
+  if w: after = {n: z[:, :, L - w:].contiguous() if L >= w else z.pad((None, None, (w - L, 0), None)).contiguous() for n, z in (("k", k), ("v", v))}
+  else: after = {n: z if T == 1 and state is not None else _with_capacity(z, L) for n, z in (("k", k), ("v", v))}
+
+  cos, sin = _rope_table(L, d, x.device)
+  row, column = at + Tensor.arange(T).reshape(T, 1), Tensor.arange(L).reshape(1, L)
+  if isinstance(at, Tensor): turn = tuple((column.reshape(L, 1) == at).where(z, 0).sum(0, keepdim=True) for z in (cos, sin))
+  else: turn = cos[at:at + T], sin[at:at + T]
+  seen = column <= row
+  if w: seen = seen * (column > row - w) * (column >= (0 if state is None else w - position))
+  scores = ((rotate(q, *turn) * d ** -0.5) @ rotate(k, cos, sin).transpose(-1, -2)).contiguous()                 # (B,H,T,L)
+  y = seen.where(scores, -math.inf).softmax(-1).contiguous() @ v                                                 # (B,H,T,value_dim)
+  if isinstance(at, Tensor): y = (position < L).where(y, math.nan)
+  return linear(y.transpose(1, 2).reshape(B, T, -1), p["out"]), after
+
+def _with_capacity(cache:Tensor, needed:int) -> Tensor:
+  """Pads a cache (B,H,L,d) to a power of two with room for as many tokens again."""
+  capacity = max(64, 2 ** math.ceil(math.log2(2 * needed)))
+  return cache.pad((None, None, (0, capacity - cache.shape[2]), None)).contiguous()
+
+def read_position(state:dict) -> int|None:
+  """Tokens read so far, or None where a jit is being captured and no value can be read."""
+  try: return int(state["position"].item())
+  except JitError: return None
+
+MIXERS = {"memory": memory_mixer, "attention": attention_mixer}
+
+def block(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict]:
+  """Pre-norm residual block: token mixer, then SwiGLU MLP."""
+  y, state = MIXERS[cfg.mixer](p, cfg, rms_norm(x, p["norm1"]), state)
+  x = (x + y).contiguous()
+  gate, value = linear(rms_norm(x, p["norm2"]), p["mlp_in"]).contiguous().chunk(2, dim=-1)
+  return (x + linear(gate.silu() * value, p["mlp_out"])).contiguous(), state
+
+def forward(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
+  """tokens (B,T) of whole numbers below vocab, T >= 1 -> logits (B,T,vocab) float32, and the state after the last token.
+
+  state: what an earlier call returned; forward(a), then forward(b, state) equals forward(a + b).  It is a flat dict of Tensors (so TinyJit
+  takes it as it is), never changed in place; a step of one token may be jitted, with room(state) saying for how long."""
+  B, T = tokens.shape
+  x = params["embed"][tokens].contiguous()               # (B,T,dim)
+  after = {"position": (T + (Tensor(0, dtype=dtypes.int32, device=x.device) if state is None else state["position"])).clone()}
+  for i in range(cfg.layers):
+    mine = None if state is None else {"position": state["position"]} | {n.split(".", 1)[1]: s for n, s in state.items() if n.startswith(f"{i}.")}
+    x, layer = block(params["layers"][str(i)], cfg, x, mine)
+    after |= {f"{i}.{n}": s for n, s in layer.items()}
+  return linear(rms_norm(x, params["norm"]), params["embed"]).float(), after
+
+def room(cfg:Config, state:dict[str, Tensor]) -> int|None:
+  """How many tokens in all the state has place for before a jitted step must be captured again; None: no end."""
+  return state["0.k"].shape[2] if cfg.mixer == "attention" and not cfg.attn_window else None
+
+def loss(params:dict, cfg:Config, tokens:Tensor, targets:Tensor) -> Tensor:
+  """Mean cross-entropy in nats of targets (B,T), -100 where none is asked for."""
+  return forward(params, cfg, tokens)[0].sparse_categorical_crossentropy(targets, ignore_index=-100)

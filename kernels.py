@@ -147,58 +147,55 @@ def coefficients(cfg, E:int, every:int, alpha:Tensor, theta:Tensor, eta:Tensor, 
 
 def _row(x:Tensor) -> Tensor: return x.reshape(*x.shape, 1, 1)               # a scalar per head, beside its matrices
 
-def chunk_step(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:Tensor, C:Tensor, P:Tensor) -> tuple[dict, dict, dict]:
-  """One chunk: the memory and momentum after its last token, and what the outputs need of it.
-  base, M, S: weights (B,H,o,i), gradients are taken at base.  x, k, v: the chunk with its halo (B,H,E,.).  a (B,H), C (B,H,.): last rows of
-  `coefficients`.  P (B,H,.,[1+]E): last row (gd) or the steps' rows (muon).
-  Returns M, S and, per weight, the pair (u, inputs) for gd or the steps U (B,H,R,o,i) for muon."""
-  grads, halo = gradients(cfg, base, x, k, v), int(cfg.momentum)
-  M, S, kept = dict(M), dict(S), {}
-  for name, (u, inp) in grads.items():
+def chunk_step(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:Tensor, C:Tensor, P:Tensor) -> tuple[Tensor, ...]:
+  """One chunk: the memory and momentum after its last token, and what its outputs need.
+  base, M, S: weights (B,H,o,i); gradients are taken at base.  x, k, v: the chunk with its halo (B,H,E,.).  a (B,H), C (B,H,.): last rows of
+  `coefficients`.  P: last row (B,H,[1+]E) for gd, the steps' rows (B,H,R,[1+]E) for muon.
+  Returns every M, then every S, then per weight the pair u (B,H,E,o), x (B,H,E,i) for gd, or the steps U (B,H,R,o,i) for muon."""
+  halo = int(cfg.momentum)                               # with momentum the first source is S itself
+  new_M, new_S, kept = [], [], []
+  for name, (u, inp) in gradients(cfg, base, x, k, v).items():
     if cfg.optimizer == "gd":
-      weights = C[..., halo:].unsqueeze(-1)
-      new = _row(a) * M[name] - (u * weights).contiguous().transpose(-1, -2) @ inp
+      W = _row(a) * M[name] - (u * C[..., halo:].unsqueeze(-1)).contiguous().transpose(-1, -2) @ inp
       if cfg.momentum:
-        new = new - _row(C[..., 0]) * S[name]
-        S[name] = (_row(P[..., 0]) * S[name] + (u * P[..., 1:].unsqueeze(-1)).contiguous().transpose(-1, -2) @ inp).contiguous()
-      kept[name], M[name] = (u, inp), new.contiguous()
+        W = W - _row(C[..., 0]) * S[name]
+        new_S.append((_row(P[..., 0]) * S[name] + (u * P[..., 1:].unsqueeze(-1)).contiguous().transpose(-1, -2) @ inp).contiguous())
+      kept += [u, inp]
     else:
-      lhs = (P[..., halo:].unsqueeze(-2) * u.transpose(-1, -2).unsqueeze(-3)).contiguous()             # (B,H,R,o,E)
-      steps = (lhs.flatten(-3, -2) @ inp).reshape(*lhs.shape[:-1], inp.shape[-1])                    # (B,H,R,o,i)
-      if cfg.momentum: steps = steps + _row(P[..., 0]) * S[name].unsqueeze(-3)
-      steps = steps.contiguous()
-      if cfg.momentum: S[name] = steps[..., -1, :, :].contiguous()
-      kept[name] = U = newton_schulz(steps, cfg.ns_steps).contiguous()
-      M[name] = (_row(a) * M[name] - (_row(C) * U).sum(-3)).contiguous()
-  return M, S, kept
+      weighted = (P[..., halo:].unsqueeze(-2) * u.transpose(-1, -2).unsqueeze(-3)).contiguous()                # (B,H,R,o,E)
+      steps = (weighted.flatten(-3, -2) @ inp).reshape(*weighted.shape[:-1], inp.shape[-1])                  # (B,H,R,o,i)
+      if cfg.momentum:
+        steps = (steps + _row(P[..., 0]) * S[name].unsqueeze(-3)).contiguous()
+        new_S.append(steps[..., -1, :, :].contiguous())
+      U = newton_schulz(steps.contiguous(), cfg.ns_steps).contiguous()
+      W = _row(a) * M[name] - (_row(C) * U).sum(-3)
+      kept.append(U)
+    new_M.append(W.contiguous())
+  return (*new_M, *new_S, *kept)
 
 @functools.cache
 def _compiled_step(cfg):
   """chunk_step as one call that tinygrad schedules and compiles once, forward and backward, however many chunks there are."""
   @function(precompile=True, precompile_backward=True)
-  def step(base, M, S, *rest):
-    M, S, kept = chunk_step(cfg, base, M, S, *rest)
-    return (*M.values(), *S.values(), *[t for ts in kept.values() for t in (ts if isinstance(ts, tuple) else (ts,))])
+  def step(*args): return chunk_step(cfg, *args)
   return step
 
 def state_pass(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:Tensor, C:Tensor, P:Tensor):
-  """chunk_step over all N chunks (axis 2 of x, k, v, a, C, P).  Returns the last base, M, S, and for every chunk, stacked on axis 2:
-  the M and S it began with and what chunk_step kept."""
-  step, names, N = _compiled_step(cfg), list(M), x.shape[2]
-  starts: list[tuple[dict, dict]] = []
-  kept: list[tuple[Tensor, ...]] = []
+  """chunk_step over all N chunks, axis 2 of x, k, v, a, C, P.  Returns the last chunk's base, the last M and S, and, stacked on axis 2 for
+  every chunk, the M and S it began with and what chunk_step kept."""
+  names, N, starts, kept = list(M), x.shape[2], [], []
+  step = _compiled_step(cfg) if N > 1 else functools.partial(chunk_step, cfg)
   for n in range(N):
     if n: base = M
-    starts.append((M, S))
+    starts.append((*M.values(), *S.values()))
     out = step(base, M, S, *[z[:, :, n].contiguous() for z in (x, k, v, a, C, P)])
-    M, out = dict(zip(names, out)), out[len(names):]
-    if S: S, out = dict(zip(names, out)), out[len(names):]
+    M, S, out = dict(zip(names, out)), dict(zip(S, out[len(M):])), out[len(M) + len(S):]
     kept.append(out)
-  def stacked(parts): return parts[0].unsqueeze(2).contiguous() if N == 1 else Tensor.stack(*parts, dim=2).contiguous()
-  each = [stacked(parts) for parts in zip(*kept)]
-  per_name = len(each) // len(names)
-  return base, M, S, *[{name: stacked([s[w][name] for s in starts]) for name in z} for w, z in enumerate((M, S))], \
-    {name: tuple(each[i * per_name:(i + 1) * per_name]) for i, name in enumerate(names)}
+  def stacked(parts): return [z[0].unsqueeze(2) if N == 1 else Tensor.stack(*z, dim=2).contiguous() for z in zip(*parts)]
+  if N > 1: base, M, S = [{n: z.clone() for n, z in state.items()} for state in (base, M, S)]   # a jit may reuse a call's own output buffers
+  first, sources = stacked(starts), stacked(kept)
+  per = len(sources) // len(names)
+  return base, M, S, dict(zip(names, first)), dict(zip(S, first[len(M):])), {n: sources[i * per:(i + 1) * per] for i, n in enumerate(names)}
 
 # *** the outputs ***
 
@@ -271,6 +268,6 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   queries = chunked(q).contiguous()
   y = outputs(cfg, *kept, phi(cfg, queries, weights.get("a")).contiguous(), queries, a, C)
   y = y.reshape(B, H, N * size, v.shape[-1])[:, :, front:front + T]
-  after = {"position": position + T, **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
+  after = {"position": (position + T).clone(), **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
   if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:].contiguous() for n, z in stream.items()}
   return y, after
