@@ -216,7 +216,7 @@ def causal_conv(x:Tensor, w:Tensor, tail:Tensor|None) -> tuple[Tensor, Tensor]:
   T = x.shape[1] - past
   return functools.reduce(Tensor.add, [w[j] * x[:, past - j:past - j + T] for j in range(past + 1)]), x[:, T:].contiguous()
 
-def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict]:
+def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
   """The memory between its projections (method: Titans' block).  x (B,T,dim), normalised -> (B,T,dim)."""
   B, T, H, after = *x.shape[:2], cfg.heads, {}
   z = linear(x, p["qkv"])
@@ -233,7 +233,7 @@ def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor,
   y, memory = kernels.memory(cfg, weights, q, k, v, gate.get("alpha", one), gate.get("theta", one), eta, gamma, state)   # (B,H,T,value_dim)
 
   y = rms_norm(y, p["out_norm"]).transpose(1, 2).reshape(B, T, -1) * linear(x, p["out_gate"]).silu()
-  return linear(y, p["out"]), after | {n: s for n, s in memory.items() if n != "position"}
+  return linear(y, p["out"]), after | {n: s for n, s in memory.items() if n != "position"}, eta.mean()
 
 @functools.cache
 def _rope_table(length:int, d:int, device:str) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ def rotate(x:Tensor, cos:Tensor, sin:Tensor) -> Tensor:
   a, b = x.chunk(2, dim=-1)
   return (a * cos - b * sin).cat(a * sin + b * cos, dim=-1).contiguous()
 
-def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict]:
+def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
   """Causal softmax attention with rotary positions, over everything or the last attn_window tokens.  x (B,T,dim), normalised -> (B,T,dim).
 
   State: keys (not yet rotated) and values.  A window keeps its last attn_window in a rolling cache and counts positions from the cache's
@@ -279,7 +279,7 @@ def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tens
   scores = ((rotate(q, *turn) * d ** -0.5) @ rotate(k, cos, sin).transpose(-1, -2)).contiguous()                 # (B,H,T,L)
   y = seen.where(scores, -math.inf).softmax(-1).contiguous() @ v                                                 # (B,H,T,value_dim)
   if isinstance(at, Tensor): y = (position < L).where(y, math.nan)
-  return linear(y.transpose(1, 2).reshape(B, T, -1), p["out"]), after
+  return linear(y.transpose(1, 2).reshape(B, T, -1), p["out"]), after, Tensor(0.0)
 
 def _with_capacity(cache:Tensor, needed:int) -> Tensor:
   """Pads a cache (B,H,L,d) to a power of two with room for as many tokens again."""
@@ -293,26 +293,32 @@ def read_position(state:dict) -> int|None:
 
 MIXERS = {"memory": memory_mixer, "attention": attention_mixer}
 
-def block(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict]:
+def block(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
   """Pre-norm residual block: token mixer, then SwiGLU MLP."""
-  y, state = MIXERS[cfg.mixer](p, cfg, rms_norm(x, p["norm1"]), state)
+  y, state, eta = MIXERS[cfg.mixer](p, cfg, rms_norm(x, p["norm1"]), state)
   x = (x + y).contiguous()
   gate, value = linear(rms_norm(x, p["norm2"]), p["mlp_in"]).contiguous().chunk(2, dim=-1)
-  return (x + linear(gate.silu() * value, p["mlp_out"])).contiguous(), state
+  return (x + linear(gate.silu() * value, p["mlp_out"])).contiguous(), state, eta
+
+def run(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+  """forward, and the mean memory step eta over blocks, heads and tokens."""
+  x = params["embed"][tokens].contiguous()               # (B,T,dim)
+  position = Tensor(0, dtype=dtypes.int32, device=x.device) if state is None else state["position"]
+  after, etas = {"position": (position + tokens.shape[1]).clone()}, []
+  for i in range(cfg.layers):
+    mine = None if state is None else {"position": position} | {n.split(".", 1)[1]: s for n, s in state.items() if n.startswith(f"{i}.")}
+    x, layer, eta = block(params["layers"][str(i)], cfg, x, mine)
+    after |= {f"{i}.{n}": s for n, s in layer.items()}
+    etas.append(eta)
+  return linear(rms_norm(x, params["norm"]), params["embed"]).float(), after, Tensor.stack(*etas).mean()
 
 def forward(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
   """tokens (B,T) of whole numbers below vocab, T >= 1 -> logits (B,T,vocab) float32, and the state after the last token.
 
   state: what an earlier call returned; forward(a), then forward(b, state) equals forward(a + b).  It is a flat dict of Tensors (so TinyJit
-  takes it as it is), never changed in place; a step of one token may be jitted, with room(state) saying for how long."""
-  B, T = tokens.shape
-  x = params["embed"][tokens].contiguous()               # (B,T,dim)
-  after = {"position": (T + (Tensor(0, dtype=dtypes.int32, device=x.device) if state is None else state["position"])).clone()}
-  for i in range(cfg.layers):
-    mine = None if state is None else {"position": state["position"]} | {n.split(".", 1)[1]: s for n, s in state.items() if n.startswith(f"{i}.")}
-    x, layer = block(params["layers"][str(i)], cfg, x, mine)
-    after |= {f"{i}.{n}": s for n, s in layer.items()}
-  return linear(rms_norm(x, params["norm"]), params["embed"]).float(), after
+  takes it as it is), never changed in place; a step of one token may be jitted, and room(cfg, state) says for how long."""
+  logits, after, _ = run(params, cfg, tokens, state)
+  return logits, after
 
 def room(cfg:Config, state:dict[str, Tensor]) -> int|None:
   """How many tokens in all the state has place for before a jitted step must be captured again; None: no end."""
