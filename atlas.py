@@ -60,8 +60,8 @@ class Config:
     for f in dataclasses.fields(self):
       x, kind = getattr(self, f.name), type(f.default)
       if kind is float and type(x) is int: object.__setattr__(self, f.name, x := float(x))
-      if type(x) is not kind: raise ValueError(f"{f.name}={x!r} is not {_KINDS[kind]}: its default is {f.default!r}")
-      if f.name in CHOICES and x not in CHOICES[f.name]: raise ValueError(f"{f.name}={x!r} is unknown{_near(x, CHOICES[f.name])}")
+      if type(x) is not kind: raise ValueError(f"{f.name}={x!r} is not {KINDS[kind]}: its default is {f.default!r}")
+      if f.name in CHOICES and x not in CHOICES[f.name]: raise ValueError(f"{f.name}={x!r} is unknown{near(x, CHOICES[f.name])}")
       if kind is int and x < (least := LEAST.get(f.name, 1)): raise ValueError(f"{f.name}={x} is too small: take {least} or more")
     if not 0 < self.mlp_ratio < math.inf: raise ValueError(f"mlp_ratio={self.mlp_ratio} must be a positive number, 2 for example")
     if self.mixer == "attention":
@@ -72,9 +72,9 @@ class Config:
       divisors = ", ".join(str(n) for n in range(1, self.chunk + 1) if self.chunk % n == 0)
       raise ValueError(f"muon_every={self.muon_every} does not divide chunk={self.chunk}: take one of {divisors}")
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false (1 or 0)", str: "a word"}
+KINDS = {int: "a whole number", float: "a number", bool: "true or false (1 or 0)", str: "a word"}
 
-def _near(name, known) -> str:
+def near(name, known) -> str:
   """The end of a message on an unknown name: the near ones, or all."""
   near = difflib.get_close_matches(str(name), list(known), n=3)
   return f": did you mean {' or '.join(near)}?" if near else f": take one of {', '.join(known)}"
@@ -109,11 +109,11 @@ SIZES: dict[str, dict] = {
 
 def preset(name:str="atlas", size:str="tiny", **fields) -> Config:
   """The named model at a size: explicit fields > size > preset > Config's defaults.  ValueError names near presets, sizes or fields."""
-  if name not in PRESETS: raise ValueError(f"preset={name!r} is unknown{_near(name, PRESETS)}")
-  if size not in SIZES: raise ValueError(f"size={size!r} is unknown{_near(size, SIZES)}")
+  if name not in PRESETS: raise ValueError(f"preset={name!r} is unknown{near(name, PRESETS)}")
+  if size not in SIZES: raise ValueError(f"size={size!r} is unknown{near(size, SIZES)}")
   known = [f.name for f in dataclasses.fields(Config)]
   for f in fields:
-    if f not in known: raise ValueError(f"{f} is not a setting{_near(f, known)}")
+    if f not in known: raise ValueError(f"{f} is not a setting{near(f, known)}")
   return Config(**{**PRESETS[name], **SIZES[size], **fields})
 
 # *** initial values: one row each, with its reason ***
@@ -198,7 +198,9 @@ def init(cfg:Config, seed:int=0) -> dict:
 
 # *** the model, from the inside out.  x: the residual stream (B,T,dim) ***
 
-def linear(x:Tensor, w:Tensor) -> Tensor: return x.contiguous() @ w.transpose()
+def linear(x:Tensor, w:Tensor) -> Tensor:
+  """x (...,in) @ w (out,in)^T.  Input and incoming gradient are stored first, or the scheduler computes them anew inside every product."""
+  return (x.contiguous() @ w.transpose()).contiguous_backward()
 
 def rms_norm(x:Tensor, weight:Tensor) -> Tensor: return (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight).contiguous()
 
@@ -324,6 +326,14 @@ def room(cfg:Config, state:dict[str, Tensor]) -> int|None:
   """How many tokens in all the state has place for before a jitted step must be captured again; None: no end."""
   return state["0.k"].shape[2] if cfg.mixer == "attention" and not cfg.attn_window else None
 
+def token_losses(logits:Tensor, targets:Tensor) -> Tensor:
+  """Cross-entropy in nats of every target (B,T), 0 where it is -100."""
+  return logits.sparse_categorical_crossentropy(targets, ignore_index=-100, reduction="none")
+
+def cross_entropy(logits:Tensor, targets:Tensor) -> Tensor:
+  """Mean cross-entropy in nats over the targets (B,T) that are not -100."""
+  return logits.sparse_categorical_crossentropy(targets, ignore_index=-100)
+
 def loss(params:dict, cfg:Config, tokens:Tensor, targets:Tensor) -> Tensor:
-  """Mean cross-entropy in nats of targets (B,T), -100 where none is asked for."""
-  return forward(params, cfg, tokens)[0].sparse_categorical_crossentropy(targets, ignore_index=-100)
+  """Mean cross-entropy in nats of targets (B,T) after tokens (B,T), -100 where none is asked for."""
+  return cross_entropy(forward(params, cfg, tokens)[0], targets)

@@ -1,0 +1,391 @@
+"""Train, resume, sample and evaluate: python train.py [key=value ...]; --help lists every key.
+
+With no arguments it trains the small `atlas` preset on the source text of Python's own library and lets it speak."""
+from __future__ import annotations
+import csv, dataclasses, json, math, os, signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+import numpy as np
+from tinygrad import Context, Device, Tensor, TinyJit
+from tinygrad.helpers import GlobalCounters
+from tinygrad.nn.optim import AdamW, OptimizerGroup
+from tinygrad.nn.state import get_state_dict, safe_load, safe_load_metadata, safe_save
+from tqdm import tqdm
+import atlas, data
+
+BAND = (0.0, 9.9)        # validation bits per byte of the run without arguments
+FORMAT = "atlas-1"
+
+@dataclass(frozen=True)
+class Run:
+  """The command's own settings; a model's are those of atlas.Config."""
+  mode: str = "train"           # train | sample | eval | params
+  preset: str = "atlas"         # named model, see atlas.PRESETS
+  size: str = "tiny"            # tiny | 170m | 340m | 760m | 1.3b
+  data: str = "python"          # text: python (the standard library's source), a file, a folder, or a .bin token file
+  out: str = "out"              # folder of checkpoints and log.csv
+  resume: bool = False          # continue from the newest checkpoint in out
+  init_from: str = ""           # a checkpoint to take the weights from, at step 0
+  seed: int = 0                 # of the initial weights, the batches and the sample
+  steps: int = 150              # optimizer steps; 0 checks everything and stops
+  batch: int = 8                # sequences in a step
+  length: int = 128             # tokens of a sequence; eval reads twice as many
+  lr: float = 0.006             # peak learning rate: linear warm-up, then cosine down to a tenth
+  warmup: int = 15              # steps of warm-up
+  weight_decay: float = 0.1     # of matrices; norms, gates, biases and embeddings have none
+  clip: float = 1.0             # largest global norm of the gradient
+  save_every: int = 50          # steps between checkpoints (0: at the end only); the last two are kept
+  eval_every: int = 0           # steps between validations (0: at the end only)
+  prompt: str = "def "          # sample: text to continue; comma-separated ids with token files
+  tokens: int = 0               # sample: tokens to generate (0: 200); eval: validation tokens to read (0: 65,536)
+  temperature: float = 0.8      # sample: 0 takes the likeliest token
+  top_k: int = 40               # sample: choose among that many (0: all)
+
+MODES = ("train", "sample", "eval", "params")
+LEAST = {"batch": 1, "length": 1}                      # every other number of Run is at least 0
+FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "prompt", "tokens", "temperature", "top_k"}
+QUIET = FREE - {"steps", "init_from"}                  # keys that leave the result of training as it is
+
+# *** the command line ***
+
+def parse(argv:list[str]) -> tuple[dict, dict]:
+  """key=value words -> the Run keys and the Config keys that were given, as their types.  ValueError in one line."""
+  pairs = []
+  for word in argv:
+    if "=" not in word.lstrip("="): raise ValueError(f"{word!r} is not key=value: write {word.lstrip('-') or 'steps'}=... (--help lists the keys)")
+    pairs.append(word.split("=", 1))
+  fields = {f.name: (f, cls) for cls in (atlas.Config, Run) for f in dataclasses.fields(cls)}
+  for key, _ in pairs:
+    if key not in fields: raise ValueError(f"{key} is not a setting{atlas.near(key, fields)}")
+  given: dict = {Run: {}, atlas.Config: {}}
+  for key, word in pairs:
+    field, cls = fields[key]
+    given[cls][key] = _value(key, word, type(field.default))
+  return given[Run], given[atlas.Config]
+
+def _value(key:str, word:str, kind:type):
+  try:
+    if kind is bool: return {"1": True, "true": True, "0": False, "false": False}[word.lower()]
+    return kind(word)
+  except (ValueError, KeyError): raise ValueError(f"{key}={word!r} is not {atlas.KINDS[kind]}") from None
+
+def check_run(run:Run) -> None:
+  """Types and ranges of the command's settings.  ValueError in one line."""
+  if run.mode not in MODES: raise ValueError(f"mode={run.mode!r} is unknown{atlas.near(run.mode, MODES)}")
+  for f in dataclasses.fields(run):
+    x = getattr(run, f.name)
+    if type(x) in (int, float) and not LEAST.get(f.name, 0) <= x < math.inf:
+      raise ValueError(f"{f.name}={x} must be {LEAST.get(f.name, 0)} or more: its default is {f.default}")
+
+def check_device() -> None:
+  try: Device[Device.DEFAULT]
+  except Exception as e:                                 # whatever a driver throws, the user needs the same advice
+    reason = (str(e).splitlines() or [type(e).__name__])[0][:120]
+    raise ValueError(f"no usable tinygrad device ({reason}): for the CPU install clang (pip install '.[cpu]' or apt-get install clang), "
+                     f"or name another, DEV=CUDA for example") from None
+
+def check_out(out:Path) -> None:
+  """Raises ValueError unless files can be written into out, without writing any."""
+  there = next(p for p in (out, *out.absolute().parents) if p.exists())
+  if not there.is_dir(): raise ValueError(f"out={out} cannot be a folder, {there} is a file: give another out")
+  if not os.access(there, os.W_OK | os.X_OK): raise ValueError(f"out={out} is not writable: give another out, or change the rights of {there}")
+
+def usage() -> str:
+  """Every key with its default and meaning, from the comments beside the fields."""
+  lines = [__doc__ or "", "\nThe command:"]
+  for cls, module in ((Run, __file__), (atlas.Config, atlas.__file__)):
+    if cls is atlas.Config: lines.append("\nThe model (a preset and a size set these; what is given here wins):")
+    source = Path(module).read_text()
+    for line in source[source.index(f"class {cls.__name__}:"):].splitlines()[2:]:
+      if ":" not in line or "#" not in line: break
+      field, meaning = line.split("#", 1)
+      name, default = field.split(":")[0].strip(), field.split("=", 1)[1].strip().strip('"')
+      lines.append(f"  {name + '=' + default:22s} {meaning.strip()}")
+  return "\n".join(lines + [f"\nPresets: {', '.join(atlas.PRESETS)}", f"Sizes: {', '.join(atlas.SIZES)}"])
+
+# *** checkpoints: one safetensors file each ***
+
+def checkpoints(out:Path) -> list[Path]: return sorted(out.glob("step_*.safetensors"))
+
+def save(out:Path, step:int, tensors:dict[str, Tensor], meta:dict) -> None:
+  """Writes out/step_NNNNNNNN.safetensors under a temporary name, syncs, renames; keeps the last two."""
+  path = out / f"step_{step:08d}.safetensors"
+  temporary = path.with_suffix(".tmp")
+  safe_save(tensors, str(temporary), {"format": FORMAT, "step": str(step)} | {k: json.dumps(v) for k, v in meta.items()})
+  with open(temporary, "rb+") as f: os.fsync(f.fileno())
+  temporary.replace(path)
+  for old in checkpoints(out)[:-2]: old.unlink()
+
+def read_meta(path:Path) -> dict:
+  """What a checkpoint says of itself: step, config, run, text.  ValueError for anything but a checkpoint of this project."""
+  try:
+    meta = safe_load_metadata(path)[2]["__metadata__"]
+    assert meta["format"] == FORMAT
+    return {"step": int(meta["step"]), **{k: json.loads(meta[k]) for k in ("config", "run", "text")}}
+  except Exception: raise ValueError(f"{path} is not a checkpoint of this project, or is damaged: move it away or name another") from None
+
+def read_weights(path:Path, cfg:atlas.Config) -> dict[str, Tensor]:
+  """A checkpoint's slow weights by flat name, checked against the settings' shapes."""
+  tensors = safe_load(path)
+  found = {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}
+  for name, (shape, _) in atlas.layout(cfg).items():
+    if name not in found: raise ValueError(f"{path} has no weight {name}: it was made with other settings")
+    if found[name].shape != shape: raise ValueError(f"{path}: {name} has shape {found[name].shape}, the settings ask for {shape}: give the settings it was made with")
+  return {n: Tensor(found[n].numpy()).realize() for n in atlas.layout(cfg)}
+
+# *** training ***
+
+def optimizer_for(flat:dict[str, Tensor], weight_decay:float) -> OptimizerGroup:
+  """AdamW in two groups; norms, gates, biases, embeddings and the features' coefficients do not decay."""
+  plain = [n for n, p in flat.items() if p.ndim == 1 or n == "embed" or n.endswith("gates")]
+  return OptimizerGroup(*[AdamW([p for n, p in flat.items() if (n in plain) == free], lr=0.0, b2=0.95, weight_decay=0.0 if free else weight_decay, fused=True)
+                          for free in (False, True)])
+
+def optimizer_state(optimizer:OptimizerGroup) -> dict[str, Tensor]:
+  return {f"adam.{g}.{n}": t for g, o in enumerate(optimizer.optimizers) for n, t in (("m", o.m[0]), ("v", o.v[0]), ("b1_t", o.b1_t), ("b2_t", o.b2_t))}
+
+def rate(run:Run, step:int) -> float:
+  """Learning rate of a step (from 0): linear warm-up, then a cosine from lr to lr/10."""
+  if step < run.warmup: return run.lr * (step + 1) / run.warmup
+  done = (step - run.warmup) / max(1, run.steps - run.warmup)
+  return run.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
+
+def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:float) -> Callable:
+  """x, y (batch,length) -> loss (nats), gradient norm before clipping, mean memory step; jitted.  The learning rate is read from the optimizer's
+  buffers, so it may change from step to step."""
+  weights = list(get_state_dict(params).values())
+  @TinyJit
+  def step(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits, _, eta = atlas.run(params, cfg, x)
+    loss = atlas.cross_entropy(logits, y)
+    grads = [g.contiguous() for g in loss.gradient(*weights)]
+    norm = Tensor.stack(*[g.square().sum() for g in grads]).sum().sqrt()
+    for w, g in zip(weights, grads): w.grad = g * (clip / (norm + 1e-6)).minimum(1.0)
+    Tensor.realize(loss, norm, eta, *optimizer.schedule_step())
+    return loss, norm, eta
+  return step
+
+def evaluate(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, length:int, total:int) -> np.ndarray:
+  """Mean loss in bits per token at each position of the context, (length,)."""
+  @TinyJit
+  def losses(x:Tensor, y:Tensor) -> Tensor: return atlas.token_losses(atlas.forward(params, cfg, x)[0], y).realize()
+  bits, seen = np.zeros(length), 0
+  batches = list(data.windows(tokens, batch, length, total))
+  for x, y in tqdm(batches, desc="validation", unit="batch", leave=False, disable=len(batches) < 2):
+    bits += losses(Tensor(x), Tensor(y)).numpy().astype(np.float64).sum(0) / math.log(2)
+    seen += int((y[:, 0] >= 0).sum())
+  return bits / seen
+
+def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
+  """A rough count of the bytes that a training step holds: weights, gradients and moments, and what the backward pass keeps."""
+  weights = atlas.parts(cfg)["total"] * 4 * 6
+  token = 12 * cfg.dim + 6 * round(cfg.mlp_ratio * cfg.dim) + 6 * cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
+  if cfg.mixer == "attention": token += 3 * cfg.heads * length
+  else:
+    shapes = atlas.memory_shapes(cfg).values()
+    rows = 1 + (cfg.window - 1) / cfg.chunk              # tokens of a chunk with its halo
+    token += sum(h * (4 * rows * (o + i) + 4 * o * i / cfg.chunk) for h, o, i in shapes)
+    if cfg.optimizer == "muon": token += sum(3 * h * o * i / cfg.muon_every for h, o, i in shapes)
+  return weights + 4 * batch * length * (cfg.layers * token + 4 * cfg.vocab)
+
+class Stop:
+  """Turns SIGTERM and Ctrl-C into a wish to stop after the current step."""
+  def __init__(self): self.asked = False
+  def __enter__(self):
+    def handler(*_): self.asked = True
+    try: self.old = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError: self.old = {}                     # not in the main thread: signals go elsewhere
+    return self
+  def __exit__(self, *_):
+    for s, h in self.old.items(): signal.signal(s, h)
+
+LOG = ("step", "tokens", "loss", "val_bpb", "lr", "grad_norm", "eta", "tok_s", "seconds")
+
+def open_log(out:Path, step:int):
+  """out/log.csv, ready for the row after `step`; rows after a restored step are dropped."""
+  path = out / "log.csv"
+  kept = [row for row in csv.reader(path.open())][1:] if step and path.exists() else []
+  file = path.open("w", newline="")
+  writer = csv.writer(file)
+  writer.writerows([LOG, *[row for row in kept if row and row[0].isdigit() and int(row[0]) <= step]])
+  return file, writer
+
+def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band:bool) -> int:
+  """Trains from `start` (a checkpoint) or from scratch; saves, validates, samples.  Returns the exit code."""
+  out, step = Path(run.out), read_meta(start)["step"] if start else 0
+  params = atlas.unflatten(read_weights(start, cfg)) if start else atlas.init(cfg, run.seed)
+  if run.init_from: params = atlas.unflatten(read_weights(Path(run.init_from), cfg))
+  flat = get_state_dict(params)
+  optimizer = optimizer_for(flat, run.weight_decay)
+  if start:
+    saved = safe_load(start)
+    for name, t in optimizer_state(optimizer).items(): t.assign(Tensor(saved[name].numpy())).realize()
+  if not start and checkpoints(out) + list(out.glob("log.csv")):
+    n = next(n for n in range(1, sys.maxsize) if not Path(f"{out}.{n}").exists())
+    out.rename(f"{out}.{n}")
+    print(f"moved the earlier run to {out}.{n}")
+  out.mkdir(parents=True, exist_ok=True)
+  meta = {"config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": {"is_bytes": text.is_bytes, "digest": text.digest}}
+  def save_now(): save(out, step, {f"weights.{n}": p for n, p in flat.items()} | optimizer_state(optimizer), meta)
+
+  train_step, per_step = training_step(params, cfg, optimizer, run.clip), run.batch * run.length
+  unit = "byte" if text.is_bytes else "token"
+  val = math.nan
+  began = time.perf_counter()
+  log, writer = open_log(out, step)
+  saved_at = step if start else -1
+  print("compiling: the first two steps take a minute or so, and the time left is known after the third")
+  with Context(TRAINING=1), Stop() as stop, log, tqdm(total=run.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1) as bar:
+    while step < run.steps and not stop.asked:
+      tick = time.perf_counter()
+      lr = rate(run, step)
+      for group in optimizer.optimizers: group.lr.assign(Tensor([lr])).realize()
+      loss, norm, eta = [float(t.item()) for t in train_step(*map(Tensor, data.batch(text.train, run.batch, run.length, run.seed, step)))]
+      step += 1
+      if not (math.isfinite(loss) and math.isfinite(norm)):
+        last = f"the last good checkpoint is {checkpoints(out)[-1]}" if checkpoints(out) else "no checkpoint was saved before it"
+        bar.close()
+        print(f"error: loss {loss} (gradient norm {norm}) at step {step} is not finite; {last}: lower lr or clip", file=sys.stderr)
+        return 1
+      seconds = time.perf_counter() - tick
+      val = float(evaluate(params, cfg, text.val, run.batch, run.length, 16_384).mean()) if run.eval_every and step % run.eval_every == 0 else math.nan
+      writer.writerow([step, step * per_step, f"{loss:.6f}", f"{val:.6f}" if math.isfinite(val) else "", f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}",
+                       f"{per_step / seconds:.1f}", f"{time.perf_counter() - began:.2f}"])
+      log.flush()
+      bar.update()
+      bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{unit}, eta {eta:.4f}, {seconds * 1e3:.0f} ms, {per_step / seconds:.0f} tok/s, "
+                          f"{GlobalCounters.mem_used / 1e6:.0f} MB")
+      if run.save_every and step % run.save_every == 0:
+        save_now()
+        saved_at = step
+    if saved_at != step: save_now()
+  if stop.asked:
+    print(f"stopped at step {step}, saved: continue with resume=1")
+    return 0
+
+  curve = evaluate(params, cfg, text.val, run.batch, run.length, 65_536)
+  val = float(curve.mean())
+  print(f"step {step}: validation {val:.3f} bits per {unit} ({data.entropy(text.val):.3f} if only each {unit}'s frequency were known)")
+  print("by position in the context: " + ", ".join(f"{n} quarter {q.mean():.3f}" for n, q in zip(("first", "second", "third", "last"), np.array_split(curve, 4)) if len(q)))
+  sample(run, cfg, params, text.is_bytes)
+  print(f"{time.perf_counter() - began:.0f} s in all; checkpoint: {checkpoints(out)[-1]}")
+  if check_band and not BAND[0] <= val <= BAND[1]:
+    print(f"error: {val:.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", file=sys.stderr)
+    return 1
+  return 0
+
+# *** sampling ***
+
+def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
+  """Prints a continuation of run.prompt.  The state streams: memory does not grow with the length, but for full attention's keys."""
+  rng, ids = np.random.default_rng(run.seed), data.encode(run.prompt, is_bytes, cfg.vocab)
+  def one_token(): return TinyJit(lambda token, state: atlas.forward(params, cfg, token, state))
+  print(f"--- sample, prompt {run.prompt!r}, temperature {run.temperature}, seed {run.seed} ---")
+  logits, state = atlas.forward(params, cfg, Tensor([ids]))
+  scores = logits[0, -1].numpy()
+  Tensor.realize(*state.values())
+  step, room, shown, times = one_token(), atlas.room(cfg, state), list(ids), []
+  print(data.decode(shown, is_bytes), end="", flush=True)
+  pending: list[int] = []                                # bytes of a character that is not complete yet
+  for _ in range(run.tokens or 200):
+    if run.temperature == 0: token = int(scores.argmax())
+    else:
+      scores = scores.astype(np.float64) / run.temperature
+      if 0 < run.top_k < len(scores): scores[scores < np.sort(scores)[-run.top_k]] = -np.inf
+      p = np.exp(scores - scores.max())
+      token = int(rng.choice(len(p), p=p / p.sum()))
+    shown.append(token)
+    pending.append(token)
+    if not is_bytes: print(f",{token}", end="", flush=True)
+    elif (complete := data.decode(pending, True)) and (complete[-1] != "\ufffd" or len(pending) > 3):
+      print(complete, end="", flush=True)
+      pending = []
+    if room is not None and len(shown) >= room: step = one_token()       # the cache is full: this step, not jitted, doubles it
+    tick = time.perf_counter()
+    logits, state = step(Tensor([[token]]), state)
+    scores = logits[0, -1].numpy()
+    room = atlas.room(cfg, state)
+    times.append(time.perf_counter() - tick)
+  speed = f"{1 / np.median(times[3:]):.0f} tokens/s" if len(times) > 3 else "too short to time"
+  print(f"\n--- {len(times)} tokens, {speed} ---")
+
+# *** the commands ***
+
+def show_params() -> None:
+  """Parameters of every size and preset by part; nothing is allocated."""
+  for size in atlas.SIZES:
+    print(f"{size}: " + ", ".join(f"{k}={v}" for k, v in atlas.SIZES[size].items()))
+    for name in atlas.PRESETS:
+      count = atlas.parts(atlas.preset(name, size))
+      print(f"  {name:17s} {count['total']:14,d} = " + " + ".join(f"{n:,} {part}" for part, n in count.items() if part != "total"))
+
+def describe(run:Run, cfg:atlas.Config, text:data.Text|None) -> None:
+  """The resolved configuration, the parameters by part, and an estimate of memory."""
+  print("settings: " + " ".join(f"{k}={v}" for k, v in (dataclasses.asdict(run) | dataclasses.asdict(cfg)).items() if v != ""))
+  count = atlas.parts(cfg)
+  print(f"parameters: {count['total']:,} = " + " + ".join(f"{n:,} {part}" for part, n in count.items() if part != "total"))
+  print(f"memory: about {memory_estimate(cfg, run.batch, run.length) / 1e6:.0f} MB for a training step of {run.batch} x {run.length} tokens on {Device.DEFAULT}")
+  if text: print(f"text: {text.name}, {len(text.train):,} tokens to train on, {len(text.val):,} to validate (sha256 {text.digest[:16]})")
+
+def resolve(argv:list[str]) -> tuple[Run, atlas.Config, data.Text|None, Path|None, bool]:
+  """Everything that can be wrong is found here, in this order: syntax, keys, types, combinations, device, data, checkpoint, out."""
+  own, model = parse(argv)
+  run = Run(**own)
+  check_run(run)
+  cfg = atlas.preset(run.preset, run.size, **model)      # combinations
+  check_device()
+  start = None
+  if run.mode in ("sample", "eval") or run.resume:
+    found = checkpoints(Path(run.out))
+    if not found and run.mode in ("sample", "eval"): raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
+    if found: run, cfg, start = from_checkpoint(found[-1], run, own, model)
+  text = None if run.mode in ("sample", "params") else data.load(run.data, cfg.vocab, run.length * (2 if run.mode == "eval" else 1))
+  if start: read_weights(start, cfg)
+  if run.init_from:
+    if not Path(run.init_from).is_file(): raise ValueError(f"init_from={run.init_from} does not exist: name a .safetensors checkpoint")
+    read_meta(Path(run.init_from))
+    read_weights(Path(run.init_from), cfg)
+  if run.mode == "train": check_out(Path(run.out))
+  return run, cfg, text, start, run.mode == "train" and not start and not (set(own) | set(model)) - QUIET
+
+def from_checkpoint(path:Path, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config, Path]:
+  """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
+  meta = read_meta(path)
+  fixed = FREE | ({"data", "batch", "length", "seed"} if run.mode != "train" else set())
+  for key, x in (own | model).items():
+    if key not in fixed and (was := (meta["run"] | meta["config"]).get(key)) != x:
+      raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={was}: leave {key} out, or train anew in another out")
+  try: return Run(**{**meta["run"], **{k: getattr(run, k) for k in FREE if k in own or k not in ("steps",)}, **own}), atlas.Config(**meta["config"]), path
+  except TypeError: raise ValueError(f"{path} has settings that this version does not know: use the version that made it") from None
+
+def main(argv:list[str]) -> int:
+  """Runs a command line in this process.  Exit code: 0 done, 1 loss not finite or band missed, 2 the user's input."""
+  if {"--help", "-h", "help"} & set(argv):
+    print(usage())
+    return 0
+  try: run, cfg, text, start, check_band = resolve(argv)
+  except ValueError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 2
+  if run.mode == "params":
+    show_params()
+    return 0
+  if run.mode == "train":
+    describe(run, cfg, text)
+    if run.steps == 0: return 0
+    assert text is not None
+    return train(run, cfg, text, start, check_band)
+  assert start is not None
+  params = atlas.unflatten(read_weights(start, cfg))
+  if run.mode == "sample": sample(run, cfg, params, read_meta(start)["text"]["is_bytes"])
+  elif text is not None:
+    curve = evaluate(params, cfg, text.val, run.batch, 2 * run.length, run.tokens or 65_536)
+    unit = "byte" if text.is_bytes else "token"
+    print(f"{start}: validation loss {curve[:run.length].mean() * math.log(2):.4f} nats, {curve[:run.length].mean():.4f} bits per {unit}")
+    for name, q in zip(("first quarter", "second quarter", "third quarter", "last quarter"), np.array_split(curve[:run.length], 4)):
+      if len(q): print(f"  {name} of {run.length}: {q.mean():.4f}")
+    print(f"  beyond, to {2 * run.length}: {curve[run.length:].mean():.4f}")
+  return 0
+
+if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
