@@ -18,9 +18,9 @@ A model is four choices: memory architecture, features, loss, learning rule.  PR
 from __future__ import annotations
 import dataclasses, difflib, functools, math
 from dataclasses import dataclass
+from typing import cast
 import numpy as np
 from tinygrad import Tensor, dtypes
-from tinygrad.engine.jit import JitError
 import kernels
 
 # *** settings ***
@@ -62,7 +62,7 @@ class Config:
       if kind is float and type(x) is int: object.__setattr__(self, f.name, x := float(x))
       if type(x) is not kind: raise ValueError(f"{f.name}={x!r} is not {KINDS[kind]}: its default is {f.default!r}")
       if f.name in CHOICES and x not in CHOICES[f.name]: raise ValueError(f"{f.name}={x!r} is unknown{near(x, CHOICES[f.name])}")
-      if kind is int and x < (least := LEAST.get(f.name, 1)): raise ValueError(f"{f.name}={x} is too small: take {least} or more")
+      if type(x) is int and x < (least := LEAST.get(f.name, 1)): raise ValueError(f"{f.name}={x} is too small: take {least} or more")
     if not 0 < self.mlp_ratio < math.inf: raise ValueError(f"mlp_ratio={self.mlp_ratio} must be a positive number, 2 for example")
     if self.mixer == "attention":
       if self.key_dim % 2: raise ValueError(f"key_dim={self.key_dim} is odd, and rotary positions turn pairs: take {self.key_dim + 1}")
@@ -147,7 +147,8 @@ def memory_shapes(cfg:Config) -> dict[str, tuple[int, int, int]]:
 
 def gate_sizes(cfg:Config) -> dict[str, int]:
   """Columns of the gate projection, in order; a rule has no gates that it has no use for."""
-  return {"eta": cfg.heads, "gamma": cfg.heads * cfg.window} | ({"alpha": cfg.heads} if cfg.forget else {}) | ({"theta": cfg.heads} if cfg.momentum else {})
+  sizes = {"eta": cfg.heads, "gamma": cfg.heads * cfg.window}
+  return sizes | ({"alpha": cfg.heads} if cfg.forget else {}) | ({"theta": cfg.heads} if cfg.momentum else {})
 
 def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
   """Every parameter: name -> (shape, initial values): a float is the standard deviation of normal noise, an array the values themselves.
@@ -174,7 +175,7 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
 
 def parts(cfg:Config) -> dict[str, int]:
   """Number of parameters by part of the model, and in all ("total")."""
-  group = {"embed": "embedding (tied)", "memory": "memories M_0", "mlp_in": "MLP", "mlp_out": "MLP", "norm": "norms", "norm1": "norms", "norm2": "norms"}
+  group = {"embed": "embedding (tied)", "memory": "memories M_0", "mlp_in": "MLP", "mlp_out": "MLP"} | dict.fromkeys(("norm", "norm1", "norm2"), "norms")
   count: dict[str, int] = {}
   for name, (shape, _) in layout(cfg).items():
     part = group.get(name.split(".")[2] if "." in name else name, "mixer projections")
@@ -255,12 +256,14 @@ def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tens
   State: keys (not yet rotated) and values.  A window keeps its last attn_window in a rolling cache and counts positions from the cache's
   start.  Full attention keeps all in a cache that doubles when full; under TinyJit it cannot grow, and a step past its end gives NaN."""
   q, k, v = split_heads(cfg, linear(x, p["qkv"]).contiguous())
-  (B, H, T, d), w, past = q.shape, cfg.attn_window, 0    # past: columns before the first query
+  (B, _, T, d), w, past = cast(tuple[int, ...], q.shape), cfg.attn_window, 0    # past: columns before the first query
   position = Tensor(0, dtype=dtypes.int32) if state is None else state["position"]
   at: int|Tensor = 0                                     # column of the first query
   if state is not None and w: k, v, at = state["k"].cat(k, dim=2), state["v"].cat(v, dim=2), w
   elif state is not None:
-    if (known := read_position(state)) is not None:      # None only while a jit is captured
+    known = kernels.read_position(state)                 # None only while a jit is captured
+    if known is None and T > 1: raise ValueError("full attention cannot jit a call of several tokens with a state: its shapes grow")
+    if known is not None:
       past = known
       if past + T > state["k"].shape[2]: state = state | {n: _with_capacity(state[n], past + T) for n in ("k", "v")}
     if T > 1: k, v, at = state["k"][:, :, :past].cat(k, dim=2), state["v"][:, :, :past].cat(v, dim=2), past
@@ -268,7 +271,7 @@ def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tens
       here, at = (Tensor.arange(state["k"].shape[2]) == position).reshape(-1, 1), position
       k, v = here.where(k, state["k"]), here.where(v, state["v"])
   k, v = k.contiguous(), v.contiguous()
-  L = k.shape[2]
+  L = cast(int, k.shape[2])
   if w: after = {n: z[:, :, L - w:].contiguous() if L >= w else z.pad((None, None, (w - L, 0), None)).contiguous() for n, z in (("k", k), ("v", v))}
   else: after = {n: z if T == 1 and state is not None else _with_capacity(z, L) for n, z in (("k", k), ("v", v))}
 
@@ -288,11 +291,6 @@ def _with_capacity(cache:Tensor, needed:int) -> Tensor:
   capacity = max(64, 2 ** math.ceil(math.log2(2 * needed)))
   return cache.pad((None, None, (0, capacity - cache.shape[2]), None)).contiguous()
 
-def read_position(state:dict) -> int|None:
-  """Tokens read so far, or None where a jit is being captured and no value can be read."""
-  try: return int(state["position"].item())
-  except JitError: return None
-
 MIXERS = {"memory": memory_mixer, "attention": attention_mixer}
 
 def block(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
@@ -306,7 +304,7 @@ def run(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None=Non
   """forward, and the mean memory step eta over blocks, heads and tokens."""
   x = params["embed"][tokens].contiguous()               # (B,T,dim)
   position = Tensor(0, dtype=dtypes.int32, device=x.device) if state is None else state["position"]
-  after, etas = {"position": (position + tokens.shape[1]).clone()}, []
+  after, etas = {"position": (position + cast(int, tokens.shape[1])).clone()}, []
   for i in range(cfg.layers):
     mine = None if state is None else {"position": position} | {n.split(".", 1)[1]: s for n, s in state.items() if n.startswith(f"{i}.")}
     x, layer, eta = block(params["layers"][str(i)], cfg, x, mine)
@@ -324,7 +322,7 @@ def forward(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None
 
 def room(cfg:Config, state:dict[str, Tensor]) -> int|None:
   """How many tokens in all the state has place for before a jitted step must be captured again; None: no end."""
-  return state["0.k"].shape[2] if cfg.mixer == "attention" and not cfg.attn_window else None
+  return cast(int, state["0.k"].shape[2]) if cfg.mixer == "attention" and not cfg.attn_window else None
 
 def token_losses(logits:Tensor, targets:Tensor) -> Tensor:
   """Cross-entropy in nats of every target (B,T), 0 where it is -100."""

@@ -54,7 +54,8 @@ def load(spec:str, vocab:int, length:int) -> Text:
     elif path.is_file(): tokens = np.memmap(path, dtype=np.uint8, mode="r")
     else:
       files = sorted((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.relative_to(path).as_posix())
-      if shards := [p for p in files if p.suffix == ".bin"]: raise ValueError(f"data={spec} holds token files: name one, data={shards[0]} for example")
+      if shards := [p for p in files if p.suffix == ".bin"]:
+        raise ValueError(f"data={spec} holds token files: name one, data={shards[0]} for example")
       tokens = np.frombuffer(b"".join(p.read_bytes() for p in files), dtype=np.uint8)
       if not len(tokens): raise ValueError(f"data={spec} holds no text: give a folder with files in it")
   except OSError as e: raise ValueError(f"data={spec} cannot be read ({e.strerror}): check its permissions") from None
@@ -65,7 +66,7 @@ def load(spec:str, vocab:int, length:int) -> Text:
                      f"{length + 1}: give {(length + 1) * VALIDATION:,} tokens or a smaller length")
   highest = max(int(tokens[i:i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
   if highest >= vocab: raise ValueError(f"data={spec} has token {highest}, outside vocab={vocab}: give vocab={highest + 1} or more")
-  return Text(spec, train, val, is_bytes, hashlib.sha256(np.ascontiguousarray(val)).hexdigest())
+  return Text(spec, train, val, is_bytes, hashlib.sha256(val.tobytes()).hexdigest())
 
 def batch(tokens:np.ndarray, rows:int, length:int, seed:int, step:int) -> tuple[np.ndarray, np.ndarray]:
   """Inputs and targets (rows, length) int32 of a training step, at places drawn from (seed, step) alone: resuming needs no state."""

@@ -16,10 +16,17 @@ Axes: B batch, H heads, T tokens, N chunks, b tokens of a chunk, E = those and t
 d key size, D features, o and i the rows and columns of a weight matrix.
 """
 from __future__ import annotations
-import functools, itertools, math
+import functools, itertools, math, os, shutil, sys
+from pathlib import Path
+from typing import cast
 import numpy as np
 from tinygrad import Tensor, dtypes
+from tinygrad.engine.jit import JitError
 from tinygrad.function import function
+
+# tinygrad's CPU device calls clang; the `cpu` extra puts one beside this Python, a folder that PATH holds only in an activated environment
+if "CC" not in os.environ and shutil.which("clang") is None and (clang := Path(sys.executable).parent / "clang").exists():
+  os.environ["CC"] = str(clang)
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)   # section 2 of the paper takes them from Muon
 MAX_FEATURES = 65_536
@@ -98,7 +105,7 @@ def newton_schulz(S:Tensor, steps:int) -> Tensor:
   if S.shape[-2] > S.shape[-1]: return newton_schulz(S.transpose(-1, -2).contiguous(), steps).transpose(-1, -2)
   a, b, c = NS_COEFFICIENTS
   X = (S * (S.square().sum((-1, -2), keepdim=True) + 1e-14).rsqrt()).contiguous()
-  A, eye = (X @ X.transpose(-1, -2)).contiguous(), Tensor.eye(S.shape[-2])
+  A, eye = (X @ X.transpose(-1, -2)).contiguous(), Tensor.eye(cast(int, S.shape[-2]))
   if S.shape[-1] < 1.5 * S.shape[-2]:                                        # nearly square: iterate X itself
     for step in range(steps):
       if step: A = (X @ X.transpose(-1, -2)).contiguous()
@@ -219,6 +226,11 @@ def outputs(cfg, M:dict, S:dict, kept:dict, r:Tensor, q:Tensor, a:Tensor, C:Tens
 
 def _part(state:dict, part:str) -> dict: return {n.split(".")[1]: z for n, z in state.items() if n.startswith(part + ".")}
 
+def read_position(state:dict[str, Tensor]) -> int|None:
+  """Tokens read so far, or None while a jit is being captured and no value can be read."""
+  try: return int(state["position"].item())
+  except JitError: return None
+
 def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[str, Tensor]:
   """The state before the first token: M_0 for every row of the batch, S_0 = 0, position 0.  A flat dict of Tensors: "position" (), "M.*",
   "S.*" (momentum) and "base.*" (B,H,out,in), "k" and "v" (B,H,window-1,.), the keys and values that a window still reaches (window > 1)."""
@@ -237,10 +249,12 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   q, k (B,H,T,key_dim); v, y (B,H,T,value_dim); alpha, theta, eta (B,H,T), final; gamma (B,H,T,window), gamma[...,j] gates token t-j.
   weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly.
   state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last token; any way of cutting
-  a stream into calls gives the same y.  One token (T=1) may be jitted; T > 1 with a state reads the position, so it may not."""
-  (B, H, T, d), b, c, r = q.shape, cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
+  a stream into calls gives the same y.  Under TinyJit a call of one token goes anywhere; one of more tokens with a state must start at a chunk's
+  border, since the position cannot be read there, and gives NaN elsewhere."""
+  (B, H, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
-  phase = 0 if state is None or T == 1 else int(state["position"].item()) % b
+  known = 0 if state is None else read_position(state)
+  phase = 0 if T == 1 or known is None else known % b
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
   # gradients are taken at the memory of the chunk's start; one token's graph must hold for any position
@@ -264,10 +278,11 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   keys, values = [z.pad((None, None, (front + E - size - c + 1, back), None)).unfold(2, E, size).transpose(-1, -2).contiguous().contiguous_backward()
                   for z in stream.values()]
   last = (a[..., -1], C[..., -1, :], P[..., -1, :] if cfg.optimizer == "gd" else P)
-  base, M, S, *kept = state_pass(cfg, base, M, S, phi(cfg, keys, weights.get("a")).contiguous(), keys, values, *last)
+  base, M, S, M_starts, S_starts, kept = state_pass(cfg, base, M, S, phi(cfg, keys, weights.get("a")).contiguous(), keys, values, *last)
   queries = chunked(q).contiguous()
-  y = outputs(cfg, *kept, phi(cfg, queries, weights.get("a")).contiguous(), queries, a, C)
+  y = outputs(cfg, M_starts, S_starts, kept, phi(cfg, queries, weights.get("a")).contiguous(), queries, a, C)
   y = y.reshape(B, H, N * size, v.shape[-1])[:, :, front:front + T]
+  if known is None and T > 1: y = (position % b == 0).where(y, math.nan)
   after = {"position": (position + T).clone(), **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
   if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:].contiguous() for n, z in stream.items()}
   return y, after

@@ -3,7 +3,7 @@
 python -m pytest -q test_atlas.py            the suite;  add -m slow for every combination and longer streams"""
 import os
 os.environ.setdefault("NOOPT", "1")                      # values matter here, not speed: kernels compile in half the time
-import csv, dataclasses, functools, itertools, json, math, re, signal
+import csv, dataclasses, functools, itertools, math, re, shlex, signal
 from pathlib import Path
 import numpy as np
 import pytest
@@ -12,8 +12,9 @@ from tinygrad import Context, Tensor, TinyJit
 from tinygrad.nn.state import get_state_dict, safe_load
 
 slow = pytest.mark.slow
-relative = lambda x, y: float(np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y))
 worst: dict[str, float] = {}
+
+def relative(x, y): return float(np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y))
 
 def record(what:str, error:float) -> float:
   worst[what] = max(worst.get(what, 0.0), error)
@@ -87,7 +88,8 @@ def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0):
 
 def by_oracle(cfg, W, x):
   B, H = x["q"].shape[:2]
-  return np.stack([np.stack([oracle(cfg, {n: w if n == "a" else w[h] for n, w in W.items()}, *[x[n][b, h] for n in NAMES]) for h in range(H)]) for b in range(B)])
+  def head(b, h): return oracle(cfg, {n: w if n == "a" else w[h] for n, w in W.items()}, *[x[n][b, h] for n in NAMES])
+  return np.stack([np.stack([head(b, h) for h in range(H)]) for b in range(B)])
 
 def tensors(arrays): return {n: Tensor(np.ascontiguousarray(x, dtype=np.float32)).realize() for n, x in arrays.items()}
 
@@ -97,7 +99,6 @@ def rule(**fields): return atlas.Config(**{"key_dim": 3, "value_dim": 3, "heads"
 
 AXES = dict(memory=("linear", "mlp", "gated"), features=("identity", "poly"), loss=("l2", "dot"), step=("gd", "momentum", "muon", "muon_every"),
             window=(1, 3, 5), chunk=(1, 4, 16))
-STEPS = dict(gd=dict(momentum=False), momentum=dict(), muon=dict(optimizer="muon"), muon_every=dict(optimizer="muon", muon_every=2))
 
 def cases():
   for values in itertools.product(*AXES.values()):
@@ -106,14 +107,18 @@ def cases():
 
 def covering():
   """A small set of cases in which every pair of choices occurs, picked greedily."""
-  pairs = {case_: {p for p in itertools.combinations(case_, 2)} for case_ in (tuple(c.items()) for c in cases())}
-  left = set().union(*pairs.values())
+  pairs = {tuple(case.items()): set(itertools.combinations(case.items(), 2)) for case in cases()}
+  left: set = set().union(*pairs.values())
   while left:
-    best = max(pairs, key=lambda c: len(pairs[c] & left))
+    best = max(pairs, key=lambda case: len(pairs[case] & left))
     left -= pairs[best]
     yield dict(best)
 
-def from_case(case): return rule(**{k: v for k, v in case.items() if k != "step"}, **STEPS[case["step"]])
+STEPS: dict[str, dict] = dict(gd=dict(momentum=False), momentum=dict(), muon=dict(optimizer="muon"), muon_every=dict(optimizer="muon", muon_every=2))
+
+def from_case(case): return rule(**{k: v for k, v in case.items() if k != "step"} | STEPS[case["step"]])
+
+def label(case): return "-".join(map(str, case.values()))
 
 def check_case(case, **sizes):
   cfg = from_case(case)
@@ -125,11 +130,11 @@ PAIRWISE = list(covering())
 
 def test_covering_set_is_small(): assert len(PAIRWISE) <= 24
 
-@pytest.mark.parametrize("case", PAIRWISE, ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize("case", PAIRWISE, ids=label)
 def test_memory_is_the_definition(case): check_case(case)
 
 @slow
-@pytest.mark.parametrize("case", list(cases()), ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize("case", list(cases()), ids=label)
 def test_memory_is_the_definition_in_every_combination(case): check_case(case, B=2, T=11, dv=4 if case["loss"] == "l2" else 3)
 
 @pytest.mark.parametrize("T,dv", [(1, 3), (4, 4), (9, 2)])
@@ -143,20 +148,24 @@ def test_features_come_by_degree_then_combination():
   assert relative(got, np.stack([lift(cfg, row, a) for row in x])) < 1e-6
   assert np.allclose(got[0] @ got[1], sum(c * (x[0] @ x[1]) ** p for p, c in enumerate(a)), rtol=1e-5)
 
-def test_without_muon_no_weights_per_token_exist():
-  """Peak memory while a long chunk is read stays far below tokens x weights."""
-  cfg = rule(memory="mlp", window=3, chunk=64, key_dim=16, value_dim=16)
-  W, x = problem(cfg, B=1, H=1, T=256, d=16, dv=16, hidden=256)
+def largest_tensor(cfg):
+  """Elements of the largest intermediate of a read of 256 tokens by one head of 16 with a hidden size of 64."""
+  W, x = problem(cfg, B=1, H=1, T=256, d=16, dv=16, hidden=64)
   y, _ = kernels.memory(cfg, tensors(W), *tensors(x).values())
-  biggest = max(u.numel() for u in y.uop.toposort() if u.op.name == "CONTIGUOUS")
-  assert biggest < 256 * 16 * 256 / 4
+  return max(u.max_numel() for u in y.uop.toposort() if u.op.name in ("CONTIGUOUS", "GETTUPLE", "STACK"))
+
+def test_without_muon_nothing_of_size_tokens_by_weights_exists():
+  settings = dict(memory="mlp", window=3, chunk=64, key_dim=16, value_dim=16)
+  weights_per_token = 256 * 16 * 64
+  assert largest_tensor(rule(**settings)) < weights_per_token / 4
+  assert largest_tensor(rule(**settings, optimizer="muon")) >= weights_per_token        # the probe does see them where they are
 
 # *** 2. gradients ***
 
 @pytest.mark.parametrize("case", [dict(memory="mlp", features="poly", loss="l2", step="muon", window=3, chunk=4),
                                   dict(memory="gated", features="poly", loss="l2", step="momentum", window=2, chunk=3),
                                   dict(memory="mlp", features="identity", loss="dot", step="gd", window=5, chunk=2),
-                                  dict(memory="linear", features="poly", loss="l2", step="muon_every", window=1, chunk=4)], ids=lambda c: "-".join(map(str, c.values())))
+                                  dict(memory="linear", features="poly", loss="l2", step="muon_every", window=1, chunk=4)], ids=label)
 def test_gradients_are_the_finite_differences_of_the_oracle(case):
   cfg = from_case(case)
   W, x = problem(cfg, H=1, T=7, d=2, dv=2, hidden=3)
@@ -184,3 +193,371 @@ def test_ignored_gates_get_zero_gradients_and_feature_coefficients_of_zero_finit
   loss = kernels.memory(cfg, tw, *tx.values())[0].square().sum()
   g_theta, g_a = loss.gradient(tx["theta"], tw["a"])
   assert (g_theta.numpy() == 0).all() and np.isfinite(g_a.numpy()).all() and np.abs(g_a.numpy()).max() > 0
+
+# *** 3 to 5. causality, streaming, special cases: one small model per preset, one compiled forward ***
+
+SMALL = dict(vocab=16, dim=16, layers=1, heads=2, key_dim=4, value_dim=4, mlp_ratio=1.0, chunk=8, muon_every=2)
+PRESETS = list(atlas.PRESETS)
+T = 21
+
+def small(name, **fields): return atlas.preset(name, **SMALL | ({"attn_window": 6} if name == "swa" else {}) | fields)
+
+@functools.cache
+def model(name):
+  """cfg, params, jitted forward of (2,T) tokens -> logits, tokens and their logits."""
+  cfg = small(name)
+  params = atlas.init(cfg, seed=1)
+  forward = TinyJit(lambda tokens: atlas.forward(params, cfg, tokens)[0].realize())
+  tokens = np.random.default_rng(0).integers(0, cfg.vocab, (2, T)).astype(np.int32)
+  first, second, third = [forward(Tensor(tokens)).numpy() for _ in range(3)]            # eager, captured, replayed
+  return cfg, params, lambda x: forward(Tensor(np.ascontiguousarray(x))).numpy(), tokens, (first, second, third)
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_leak_inside_a_chunk_nor_between_rows(name):
+  _, _, forward, tokens, (_, _, y) = model(name)
+  for t in (3, 7, 8, 13, T - 1):                         # inside chunks, at their last and first token, at the end
+    changed = tokens.copy()
+    changed[1, t] = (changed[1, t] + 1) % 16
+    z = forward(changed)
+    assert np.array_equal(z[0], y[0]), "a row of the batch saw another"
+    assert np.array_equal(z[1, :t], y[1, :t]), f"an output before token {t} saw it"
+    assert (np.abs(z[1, t:] - y[1, t:]).max(-1) > 0).any()
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_jit_equals_eager(name):
+  eager, captured, replayed = model(name)[4]
+  assert np.array_equal(captured, replayed) and record("jit against eager", relative(replayed, eager)) < 1e-6
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_two_halves_equal_the_whole(name):
+  """Cut inside a chunk, at a border, and then token by token in a jitted step; the state keeps its size."""
+  cfg, params, _, tokens, (whole, _, _) = model(name)
+  state, got, at = None, [], 0
+  for n in (5, 3, 9):
+    logits, state = atlas.forward(params, cfg, Tensor(tokens[:, at:at + n].copy()), state)
+    Tensor.realize(logits, *state.values())
+    got, at = [*got, logits.numpy()], at + n
+  shapes = {n: s.shape for n, s in state.items()}
+  step = TinyJit(lambda token, state: atlas.forward(params, cfg, token, state))
+  for t in range(at, T):
+    logits, state = step(Tensor(tokens[:, t:t + 1].copy()), state)
+    got.append(logits.numpy())
+  assert record("streamed against whole", relative(np.concatenate(got, 1), whole)) < 2e-4
+  assert int(state["position"].item()) == T and shapes == {n: s.shape for n, s in state.items()}
+
+def test_layers_keep_their_own_states_and_a_state_is_never_changed_in_place():
+  cfg = small("titans", layers=2)
+  params, tokens = atlas.init(cfg), np.arange(12, dtype=np.int32).reshape(1, 12)
+  whole = atlas.forward(params, cfg, Tensor(tokens))[0].numpy()
+  _, state = atlas.forward(params, cfg, Tensor(tokens[:, :5].copy()))
+  before = {n: s.numpy() for n, s in state.items()}
+  for _ in range(2): second = atlas.forward(params, cfg, Tensor(tokens[:, 5:].copy()), state)[0].numpy()
+  assert relative(second, whole[:, 5:]) < 1e-5
+  assert all(np.array_equal(before[n], s.numpy()) for n, s in state.items())
+
+def test_a_full_cache_doubles_and_a_jit_past_its_end_says_so():
+  cfg = small("transformer++")
+  params, tokens = atlas.init(cfg), np.random.default_rng(0).integers(0, 16, (1, 70)).astype(np.int32)
+  whole = atlas.forward(params, cfg, Tensor(tokens))[0].numpy()
+  _, state = atlas.forward(params, cfg, Tensor(tokens[:, :30].copy()))
+  assert atlas.room(cfg, state) == 64
+  logits, longer = atlas.forward(params, cfg, Tensor(tokens[:, 30:].copy()), state)
+  assert relative(logits.numpy(), whole[:, 30:]) < 1e-5 and atlas.room(cfg, longer) == 256
+  step = TinyJit(lambda token, state: atlas.forward(params, cfg, token, state))
+  for t in range(30, 66): logits, state = step(Tensor(tokens[:, t:t + 1].copy()), state)
+  assert np.isnan(logits.numpy()).all()
+
+def test_rotary_scores_depend_on_distance_only():
+  cos, sin = atlas._rope_table(12, 6, "CPU" if Tensor(0.0).clone().device == "CPU" else Tensor(0.0).clone().device)
+  q, k = (Tensor(np.random.default_rng(s).normal(size=(1, 1, 1, 6)).astype(np.float32)) for s in (0, 1))
+  def score(i, j): return (atlas.rotate(q, cos[i:i + 1], sin[i:i + 1]) * atlas.rotate(k, cos[j:j + 1], sin[j:j + 1])).sum().item()
+  assert score(5, 2) == pytest.approx(score(11, 8), abs=1e-5) != pytest.approx(score(5, 4), abs=1e-2)
+
+def read(cfg, W, x, **changed):
+  return kernels.memory(cfg, tensors(W), *tensors(x | changed).values())[0].numpy()
+
+@pytest.mark.parametrize("step", ["momentum", "muon"])
+def test_without_a_step_only_forgetting_is_left_and_twice_the_step_moves_twice_as_far(step):
+  cfg = rule(memory="linear", chunk=4, **STEPS[step])
+  W, x = problem(cfg, T=5)
+  kept = np.cumprod(x["alpha"], -1)[..., None] * np.einsum("hoi,bhti->bhto", W["W"], x["q"])
+  assert relative(read(cfg, W, x, eta=0 * x["eta"]), kept) < 1e-5
+  once, twice = (read(cfg, W, x, eta=f * x["eta"]) - kept for f in (1, 2))
+  assert relative(twice[:, :, 0], 2 * once[:, :, 0]) < 1e-4 and np.abs(once[:, :, 0]).max() > 1e-3
+
+def test_a_chunk_seen_twice_is_remembered_better_the_second_time():
+  cfg = rule(memory="mlp", features="poly", chunk=4, window=2, momentum=False)
+  W, x = problem(cfg, T=4, hidden=8)
+  x = {n: np.concatenate([z, z], 2) for n, z in (x | {"alpha": np.ones_like(x["alpha"]), "eta": np.full_like(x["eta"], 0.1)}).items()}
+  error = ((read(cfg, W, x, q=x["k"]) - x["v"]) ** 2).sum((0, 1, 3))
+  assert error[4:].sum() < 0.8 * error[:4].sum()
+
+def test_window_1_chunk_1_linear_is_the_textbook_delta_rule():
+  cfg = rule(memory="linear", chunk=1, momentum=False)
+  W, x = problem(cfg, H=1)
+  M, ys = W["W"][0], []
+  for t in range(10):
+    q, k, v = (x[n][0, 0, t] for n in "qkv")
+    beta = x["eta"][0, 0, t] * x["gamma"][0, 0, t, 0]
+    M = x["alpha"][0, 0, t] * M - beta * np.outer(M @ k - v, k)
+    ys.append(M @ q)
+  assert relative(read(cfg, W, x)[0, 0], np.stack(ys)) < 1e-5
+
+def test_dot_loss_is_linear_attention():
+  cfg = rule(memory="linear", loss="dot", chunk=4, momentum=False)
+  W, x = problem(cfg)
+  ones = np.ones_like(x["alpha"])
+  y = read(cfg, {"W": 0 * W["W"]}, x, alpha=ones, eta=ones, gamma=np.ones_like(x["gamma"]))
+  assert relative(y, np.einsum("bhts,bhsv->bhtv", np.tril(np.einsum("bhtd,bhsd->bhts", x["q"], x["k"])), x["v"])) < 1e-5
+
+def test_quadratic_features_recall_more_pairs_than_the_key_is_long_and_identity_does_not():
+  r = np.random.default_rng(3)
+  d, pairs, rounds = 4, 10, 40
+  keys, values = r.normal(size=(pairs, d)), r.normal(size=(pairs, d))
+  keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+  def recalled(features):
+    """Pairs whose own value is the nearest to what is read for their key, after all were written `rounds` times."""
+    cfg = rule(memory="linear", features=features, chunk=pairs, momentum=False, key_dim=d, value_dim=d)
+    W = tensors({"W": np.zeros((1, d, kernels.feature_size(d, features, 2)))} | ({"a": np.array([1, 1, 0.5])} if features == "poly" else {}))
+    def call(eta, times, state):
+      k, v = (np.tile(z, (times, 1))[None, None] for z in (keys, values))
+      gates = [np.full((1, 1, times * pairs), g) for g in (1, 0, eta)]
+      return kernels.memory(cfg, W, *tensors(dict(zip(NAMES, (k, k, v, *gates, np.ones((1, 1, times * pairs, 1)))))).values(), state=state)
+    answers = call(0.0, 1, call(0.15, rounds, None)[1])[0].numpy()[0, 0]                  # a step of 0 only reads
+    return int((((answers[:, None] - values) ** 2).sum(-1).argmin(1) == np.arange(pairs)).sum())
+  assert recalled("poly") == pairs > recalled("identity")
+
+# *** 6. Newton-Schulz ***
+
+def flattened(S, steps=5): return kernels.newton_schulz(Tensor(S.astype(np.float32)), steps).numpy()
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 9), (8, 20), (20, 8)])                     # the plain loop, and the one on the Gram matrix
+def test_newton_schulz_flattens_singular_values_and_equals_float64(shape):
+  r = np.random.default_rng(0)
+  U, _, V = np.linalg.svd(r.normal(size=(3, *shape)), full_matrices=False)
+  well = U * np.linspace(0.3, 1, min(shape)) @ V
+  poor = (U * (np.arange(min(shape)) < 3)) @ V
+  out = flattened(well)
+  assert (np.abs(np.linalg.svd(out, compute_uv=False) - 1) < 0.35).all()
+  assert record("Newton-Schulz, well-conditioned", relative(out, np.stack([muon(s, 5) for s in well]))) < 1e-5
+  assert record("Newton-Schulz, rank-deficient", relative(flattened(poor), np.stack([muon(s, 5) for s in poor]))) < 1e-3
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 12)])
+def test_newton_schulz_and_its_gradient_are_finite_at_zero_tiny_and_rank_one(shape):
+  r = np.random.default_rng(0)
+  S = np.stack([np.zeros(shape), 1e-12 * r.normal(size=shape), np.outer(r.normal(size=shape[0]), r.normal(size=shape[1]))])
+  x = Tensor(S.astype(np.float32))
+  y = kernels.newton_schulz(x, 5)
+  g, = (y * Tensor(r.normal(size=S.shape).astype(np.float32))).sum().gradient(x)
+  assert np.isfinite(y.numpy()).all() and np.isfinite(g.numpy()).all() and (y.numpy()[0] == 0).all()
+
+# *** 7. stress ***
+
+def hostile(tokens, vocab):
+  """Three rows: one token repeated, a short pattern repeated, noise."""
+  return np.stack([np.full(tokens, 7), np.arange(tokens) % 5, np.random.default_rng(0).integers(0, vocab, tokens)]).astype(np.int32)
+
+def check_stress(name, tokens):
+  cfg = small(name, chunk=32, muon_every=4)
+  params, stream, state = atlas.init(cfg), hostile(tokens, cfg.vocab), None
+  if cfg.mixer == "attention" and not cfg.attn_window: return check_attention_stress(cfg, params, stream)
+  read_on = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
+  for i in range(0, tokens, 256):
+    x = Tensor(stream[:, i:i + 256].copy())
+    logits, state = atlas.forward(params, cfg, x) if state is None else read_on(x, state)
+    if state is not None and i == 0: Tensor.realize(logits, *state.values())
+    assert np.isfinite(logits.numpy()).all(), f"not finite within {i + 256} tokens"
+  assert all(np.isfinite(s.numpy()).all() for s in state.values())
+
+def check_attention_stress(cfg, params, stream):
+  for row in stream[:, :8192]: assert np.isfinite(atlas.forward(params, cfg, Tensor(row[None].copy()))[0][:, ::64].numpy()).all()
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_long_hostile_streams_stay_finite(name): check_stress(name, 8192)
+
+@slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_very_long_hostile_streams_stay_finite(name): check_stress(name, 65536)
+
+# *** 9. training ***
+
+def trained(name, batches, lr=0.02, **fields):
+  """Losses of steps on batches (tokens and targets), and the optimizer's first moments by parameter after the first."""
+  cfg = small(name, vocab=8, **fields)
+  params = atlas.init(cfg)
+  flat = get_state_dict(params)
+  optimizer = train.optimizer_for(flat, 0.0)
+  for o in optimizer.optimizers: o.lr.assign(Tensor([lr])).realize()
+  step, losses, moments = train.training_step(params, cfg, optimizer, 1.0), [], {}
+  with Context(TRAINING=1):
+    for x, y in batches:
+      losses.append(step(Tensor(x), Tensor(y))[0].item())
+      if not moments:
+        for o in optimizer.optimizers:
+          m = o.m[0].numpy()
+          moments |= {next(n for n, q in flat.items() if q is p): m[a:a + p.numel()] for p, a in zip(o.params, o.pos_params)}
+  return np.array(losses), moments
+
+def noise(steps):
+  tokens = np.random.default_rng(5).integers(0, 8, (steps, 8, 17)).astype(np.int32)
+  return [(np.ascontiguousarray(t[:, :-1]), np.ascontiguousarray(t[:, 1:])) for t in tokens]
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_noise_is_not_predicted_and_every_parameter_learns(name):
+  """On fresh uniform tokens no model gets below ln(V): where one does, it sees its targets."""
+  losses, moments = trained(name, noise(120))
+  assert losses[-50:].mean() > math.log(8) - 4 * losses[-50:].std() / 50 ** 0.5
+  assert losses[-50:].mean() < math.log(8) + 0.2         # and it has learned that there is nothing to predict
+  assert all(np.abs(m).max() > 0 for m in moments.values()), [n for n, m in moments.items() if np.abs(m).max() == 0]
+
+def test_one_batch_is_learned_by_heart():
+  losses, _ = trained("atlas", noise(1) * 150)
+  assert losses[-1] < 0.5 < losses[0]
+
+# *** the text ***
+
+def test_batches_are_a_function_of_seed_and_step_and_targets_are_the_next_tokens():
+  tokens = np.arange(1000, dtype=np.uint16)
+  x, y = data.batch(tokens, 4, 10, seed=3, step=7)
+  assert x.shape == y.shape == (4, 10) and (y == x + 1).all()
+  assert np.array_equal(x, data.batch(tokens, 4, 10, 3, 7)[0]) and not np.array_equal(x, data.batch(tokens, 4, 10, 3, 8)[0])
+
+def test_validation_windows_are_fixed_and_each_counts_once():
+  batches = list(data.windows(np.arange(103, dtype=np.uint8), 4, 10, 1000))
+  targets = np.concatenate([y for _, y in batches])
+  assert (targets >= 0).all(1).sum() == 10 and ((targets == -100).all(1) | (targets >= 0).all(1)).all() and targets.max() == 102
+
+def test_the_default_text_is_the_standard_library():
+  text = data.load("python", 256, 128)
+  assert text.is_bytes and len(text.train) > 5e6 and 4 < data.entropy(text.val) < 5.2 and b"import" in text.train[:20_000].tobytes()
+
+@pytest.mark.parametrize("magic,version,dtype", [(20240520, 1, "<u2"), (20240801, 7, "<u4"), (None, None, "<u2")])
+def test_token_files_are_read_by_their_header(tmp_path, magic, version, dtype):
+  tokens = np.arange(500) % 300
+  header = np.zeros(256, "<i4")
+  if magic: header[:3] = magic, version, len(tokens)
+  (tmp_path / "t.bin").write_bytes((header.tobytes() if magic else b"") + tokens.astype(dtype).tobytes())
+  text = data.load(str(tmp_path / "t.bin"), 300, 16)
+  assert not text.is_bytes and np.array_equal(np.concatenate([text.train, text.val]), tokens)
+  with pytest.raises(ValueError, match="token 299, outside vocab=299"): data.load(str(tmp_path / "t.bin"), 299, 16)
+
+def test_a_folder_is_its_files_in_order(tmp_path):
+  for name, text in (("b.txt", b"2" * 300), ("a/c.txt", b"1" * 300)):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(text)
+  assert data.load(str(tmp_path), 256, 16).train.tobytes().startswith(b"1" * 300 + b"2")
+
+# *** 10. the command line ***
+
+TINY = [f"{k}={v}" for k, v in (SMALL | {"vocab": 256}).items()]
+
+@pytest.fixture
+def text(tmp_path):
+  (tmp_path / "text.txt").write_bytes(bytes(np.random.default_rng(0).integers(97, 105, 4000, dtype=np.uint8)))
+  return f"data={tmp_path / 'text.txt'}"
+
+def last_error(capsys):
+  lines = capsys.readouterr().err.strip().splitlines()
+  assert len(lines) == 1, lines
+  return lines[0]
+
+@pytest.mark.parametrize("words,message", [
+  (["steps"], "is not key=value"), (["--steps", "3"], "write steps=..."), (["chunks=8"], "did you mean chunk"), (["mixer=mac"], "take one of memory, attention"),
+  (["anchors=4"], "not a setting"), (["steps=many"], "not a whole number"), (["forget=maybe"], "true or false"), (["lr=nan"], "lr=nan"), (["batch=0"], "1 or more"),
+  (["mode=training"], "mode='training' is unknown: did you mean train"), (["preset=atlass"], "did you mean atlas"), (["size=big"], "take one of tiny"),
+  (["muon_every=3"], "does not divide chunk=32"), (["degree=9", "key_dim=64"], "features, more than 65,536"), (["preset=swa", "key_dim=5"], "key_dim=5 is odd"),
+  (["window=0"], "window=0 is too small"), (["data=/nowhere"], "does not exist"), (["mode=sample"], "has no checkpoint"), (["mode=eval"], "has no checkpoint"),
+  (["length=200000"], "too short"), (["vocab=50"], "outside vocab=50"), (["init_from=/nowhere"], "does not exist"), (["out=/dev/null/x"], "is a file")])
+def test_bad_input_gets_one_line_that_names_it(words, message, capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert train.main(words) == 2
+  assert message in last_error(capsys) and not list(tmp_path.iterdir())
+
+def test_the_first_fault_in_the_stated_order_is_reported(capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  faults = ["oops", "nokey=1", "steps=x", "muon_every=3", "data=/nowhere", "out=/dev/null/x"]
+  for i, word in enumerate(("oops", "nokey", "steps", "muon_every", "data", "out")):
+    assert train.main(faults[i:]) == 2 and last_error(capsys).startswith(f"error: {word if i else chr(39) + word}")
+
+@pytest.mark.parametrize("content,message", [(b"", "is empty"), (b"x" * 100, "too short")])
+def test_bad_text_is_named(content, message, capsys, tmp_path):
+  (tmp_path / "t.txt").write_bytes(content)
+  assert train.main([f"data={tmp_path / 't.txt'}", f"out={tmp_path / 'o'}"]) == 2 and message in last_error(capsys)
+  header = np.array([20240520, 1, 500] + [0] * 253, "<i4").tobytes()
+  (tmp_path / "t.bin").write_bytes(header + bytes(998))
+  assert train.main([f"data={tmp_path / 't.bin'}", f"out={tmp_path / 'o'}"]) == 2 and "copy it again" in last_error(capsys) and not (tmp_path / "o").exists()
+
+def test_no_device_says_how_to_get_clang(capsys, tmp_path, monkeypatch):
+  class Broken:
+    DEFAULT = "CPU"
+    def __getitem__(self, name): raise FileNotFoundError("clang")
+  monkeypatch.setattr(train, "Device", Broken())
+  assert train.main(["steps=0", f"out={tmp_path / 'o'}"]) == 2 and "pip install '.[cpu]'" in last_error(capsys)
+
+def test_help_lists_every_key(capsys):
+  assert train.main(["--help"]) == 0
+  shown = capsys.readouterr().out
+  for f in (*dataclasses.fields(train.Run), *dataclasses.fields(atlas.Config)): assert f"  {f.name}=" in shown
+
+def test_explicit_keys_win_over_size_over_preset_in_any_order():
+  assert atlas.preset("titans").window == 1 and atlas.preset("atlas").muon_every == 4 and atlas.preset("titans", window=3).window == 3
+  assert atlas.preset("titans", "170m").dim == 768 and atlas.preset("titans", "170m", dim=64).dim == 64
+  with pytest.raises(ValueError, match="did you mean window"): atlas.preset("titans", windows=3)
+
+def test_parameter_counts_match_what_init_makes():
+  for name in PRESETS: assert atlas.parts(small(name))["total"] == sum(p.numel() for p in get_state_dict(atlas.init(small(name))).values())
+
+def rows(out): return [[x for i, x in enumerate(row) if i < 7] for row in csv.reader((out / "log.csv").open())]
+
+def test_a_run_stops_cleanly_resumes_bit_for_bit_samples_and_evaluates(tmp_path, text, capsys, monkeypatch):
+  run = [*TINY, text, "preset=titans", "steps=5", "batch=2", "length=16", "save_every=2", "tokens=3", "warmup=2"]
+  assert train.main([*run, f"out={tmp_path / 'a'}", "eval_every=4"]) == 0
+  assert [p.name for p in train.checkpoints(tmp_path / "a")] == ["step_00000004.safetensors", "step_00000005.safetensors"]
+  original = data.batch
+  def interrupted(*args):
+    if args[-1] == 2: signal.raise_signal(signal.SIGTERM)
+    return original(*args)
+  monkeypatch.setattr(data, "batch", interrupted)
+  assert train.main([*run, f"out={tmp_path / 'b'}", "eval_every=4"]) == 0 and "stopped at step 3, saved" in capsys.readouterr().out
+  monkeypatch.setattr(data, "batch", original)
+  (tmp_path / "b" / "log.csv").open("a").write("4,0,9,,9,9,9,9,9\n")               # a row after the checkpoint, as a crash may leave it
+  assert train.main([*run, f"out={tmp_path / 'b'}", "eval_every=4", "resume=1"]) == 0
+  a, b = (safe_load(train.checkpoints(tmp_path / o)[-1]) for o in "ab")
+  assert a.keys() == b.keys() and all(a[n].numpy().tobytes() == b[n].numpy().tobytes() for n in a)
+  assert rows(tmp_path / "a") == rows(tmp_path / "b") and len(rows(tmp_path / "a")) == 6
+
+  capsys.readouterr()
+  said = []
+  for prompt in ("ab", "ab", "cb"):
+    assert train.main(["mode=sample", f"out={tmp_path / 'a'}", f"prompt={prompt}", "tokens=12", "seed=4"]) == 0
+    said.append(capsys.readouterr().out.split("---\n", 1)[1].split("\n---")[0][2:])
+  assert said[0] == said[1] != said[2], "the prompt before its last token is not read"
+  assert train.main(["mode=eval", f"out={tmp_path / 'a'}", text, "tokens=320"]) == 0
+  shown = capsys.readouterr().out
+  assert re.search(r"validation loss \d\.\d+ nats, \d\.\d+ bits per byte", shown) and "beyond, to 32" in shown
+  for words, message in ((["preset=titans", "dim=32"], "dim=32 contradicts"), (["lr=3"], "lr=3.0 contradicts")):
+    assert train.main([*words, "resume=1", text, f"out={tmp_path / 'a'}"]) == 2 and message in last_error(capsys)
+  assert train.main([*run, f"out={tmp_path / 'n'}", "dim=24", f"init_from={train.checkpoints(tmp_path / 'a')[-1]}"]) == 2
+  assert "has shape" in last_error(capsys) and not (tmp_path / "n").exists()
+  assert train.main([*run, f"out={tmp_path / 'a'}", "steps=1"]) == 0 and (tmp_path / "a.1" / "log.csv").exists()      # a fresh run loses nothing
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, text, capsys):
+  run = [*TINY, text, "preset=gated_deltanet", "steps=9", "batch=2", "length=16", "save_every=1", "lr=1e30", "warmup=0", f"out={tmp_path / 'o'}"]
+  assert train.main(run) == 1
+  message = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line.startswith("error")]
+  step = int(re.search(r"at step (\d+) is not finite", message[0])[1])
+  assert len(message) == 1 and train.read_meta(train.checkpoints(tmp_path / "o")[-1])["step"] == step - 1
+
+def commands():
+  """Every command of the README that runs this project's files."""
+  blocks = re.findall(r"```bash\n(.*?)```", (Path(__file__).parent / "README.md").read_text(), re.DOTALL)
+  return [line for block in blocks for line in block.splitlines() if line.startswith(("python ", ".venv/bin/python "))]
+
+def test_the_readmes_commands_are_accepted(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert len(commands()) > 5
+  for line in commands():
+    _, file, *words = shlex.split(line, comments=True)
+    if file != "train.py": continue
+    code = train.main([*words, "steps=0"])
+    assert code == 0 or "has no checkpoint" in last_error(capsys), line

@@ -131,7 +131,8 @@ def read_weights(path:Path, cfg:atlas.Config) -> dict[str, Tensor]:
   found = {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}
   for name, (shape, _) in atlas.layout(cfg).items():
     if name not in found: raise ValueError(f"{path} has no weight {name}: it was made with other settings")
-    if found[name].shape != shape: raise ValueError(f"{path}: {name} has shape {found[name].shape}, the settings ask for {shape}: give the settings it was made with")
+    if found[name].shape != shape:
+      raise ValueError(f"{path}: {name} has shape {found[name].shape}, the settings ask for {shape}: give the settings it was made with")
   return {n: Tensor(found[n].numpy()).realize() for n in atlas.layout(cfg)}
 
 # *** training ***
@@ -139,11 +140,13 @@ def read_weights(path:Path, cfg:atlas.Config) -> dict[str, Tensor]:
 def optimizer_for(flat:dict[str, Tensor], weight_decay:float) -> OptimizerGroup:
   """AdamW in two groups; norms, gates, biases, embeddings and the features' coefficients do not decay."""
   plain = [n for n, p in flat.items() if p.ndim == 1 or n == "embed" or n.endswith("gates")]
-  return OptimizerGroup(*[AdamW([p for n, p in flat.items() if (n in plain) == free], lr=0.0, b2=0.95, weight_decay=0.0 if free else weight_decay, fused=True)
-                          for free in (False, True)])
+  groups = [([p for n, p in flat.items() if n not in plain], weight_decay), ([p for n, p in flat.items() if n in plain], 0.0)]
+  return OptimizerGroup(*[AdamW(weights, lr=0.0, b2=0.95, weight_decay=decay, fused=True) for weights, decay in groups])
 
 def optimizer_state(optimizer:OptimizerGroup) -> dict[str, Tensor]:
-  return {f"adam.{g}.{n}": t for g, o in enumerate(optimizer.optimizers) for n, t in (("m", o.m[0]), ("v", o.v[0]), ("b1_t", o.b1_t), ("b2_t", o.b2_t))}
+  """AdamW's moments, flattened over each group, and the powers of its two decay rates."""
+  groups: list = list(optimizer.optimizers)
+  return {f"adam.{g}.{n}": t for g, o in enumerate(groups) for n, t in zip(("m", "v", "b1_t", "b2_t"), (o.m[0], o.v[0], o.b1_t, o.b2_t))}
 
 def rate(run:Run, step:int) -> float:
   """Learning rate of a step (from 0): linear warm-up, then a cosine from lr to lr/10."""
@@ -177,10 +180,15 @@ def evaluate(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, length
     seen += int((y[:, 0] >= 0).sum())
   return bits / seen
 
+def quarters(curve:np.ndarray) -> list[tuple[str, float]]:
+  """The mean of each quarter of the context that has a position."""
+  names = ("first quarter", "second quarter", "third quarter", "last quarter")
+  return [(name, float(q.mean())) for name, q in zip(names, np.array_split(curve, 4)) if len(q)]
+
 def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
   """A rough count of the bytes that a training step holds: weights, gradients and moments, and what the backward pass keeps."""
   weights = atlas.parts(cfg)["total"] * 4 * 6
-  token = 12 * cfg.dim + 6 * round(cfg.mlp_ratio * cfg.dim) + 6 * cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
+  token: float = 12 * cfg.dim + 6 * round(cfg.mlp_ratio * cfg.dim) + 6 * cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
   if cfg.mixer == "attention": token += 3 * cfg.heads * length
   else:
     shapes = atlas.memory_shapes(cfg).values()
@@ -205,7 +213,7 @@ LOG = ("step", "tokens", "loss", "val_bpb", "lr", "grad_norm", "eta", "tok_s", "
 def open_log(out:Path, step:int):
   """out/log.csv, ready for the row after `step`; rows after a restored step are dropped."""
   path = out / "log.csv"
-  kept = [row for row in csv.reader(path.open())][1:] if step and path.exists() else []
+  kept = list(csv.reader(path.open()))[1:] if step and path.exists() else []
   file = path.open("w", newline="")
   writer = csv.writer(file)
   writer.writerows([LOG, *[row for row in kept if row and row[0].isdigit() and int(row[0]) <= step]])
@@ -231,7 +239,6 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
 
   train_step, per_step = training_step(params, cfg, optimizer, run.clip), run.batch * run.length
   unit = "byte" if text.is_bytes else "token"
-  val = math.nan
   began = time.perf_counter()
   log, writer = open_log(out, step)
   saved_at = step if start else -1
@@ -249,13 +256,14 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
         print(f"error: loss {loss} (gradient norm {norm}) at step {step} is not finite; {last}: lower lr or clip", file=sys.stderr)
         return 1
       seconds = time.perf_counter() - tick
-      val = float(evaluate(params, cfg, text.val, run.batch, run.length, 16_384).mean()) if run.eval_every and step % run.eval_every == 0 else math.nan
-      writer.writerow([step, step * per_step, f"{loss:.6f}", f"{val:.6f}" if math.isfinite(val) else "", f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}",
-                       f"{per_step / seconds:.1f}", f"{time.perf_counter() - began:.2f}"])
+      due = run.eval_every and step % run.eval_every == 0
+      val = f"{evaluate(params, cfg, text.val, run.batch, run.length, 16_384).mean():.6f}" if due else ""
+      writer.writerow([step, step * per_step, f"{loss:.6f}", val, f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}", f"{per_step / seconds:.1f}",
+                       f"{time.perf_counter() - began:.2f}"])
       log.flush()
       bar.update()
-      bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{unit}, eta {eta:.4f}, {seconds * 1e3:.0f} ms, {per_step / seconds:.0f} tok/s, "
-                          f"{GlobalCounters.mem_used / 1e6:.0f} MB")
+      bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{unit}, memory step {eta:.4f}, {seconds * 1e3:.0f} ms, "
+                          f"{per_step / seconds:.0f} tok/s, {GlobalCounters.mem_used / 1e6:.0f} MB")
       if run.save_every and step % run.save_every == 0:
         save_now()
         saved_at = step
@@ -265,13 +273,12 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
     return 0
 
   curve = evaluate(params, cfg, text.val, run.batch, run.length, 65_536)
-  val = float(curve.mean())
-  print(f"step {step}: validation {val:.3f} bits per {unit} ({data.entropy(text.val):.3f} if only each {unit}'s frequency were known)")
-  print("by position in the context: " + ", ".join(f"{n} quarter {q.mean():.3f}" for n, q in zip(("first", "second", "third", "last"), np.array_split(curve, 4)) if len(q)))
+  print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
+  print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
   sample(run, cfg, params, text.is_bytes)
   print(f"{time.perf_counter() - began:.0f} s in all; checkpoint: {checkpoints(out)[-1]}")
-  if check_band and not BAND[0] <= val <= BAND[1]:
-    print(f"error: {val:.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", file=sys.stderr)
+  if check_band and not BAND[0] <= curve.mean() <= BAND[1]:
+    print(f"error: {curve.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", file=sys.stderr)
     return 1
   return 0
 
@@ -325,7 +332,8 @@ def describe(run:Run, cfg:atlas.Config, text:data.Text|None) -> None:
   print("settings: " + " ".join(f"{k}={v}" for k, v in (dataclasses.asdict(run) | dataclasses.asdict(cfg)).items() if v != ""))
   count = atlas.parts(cfg)
   print(f"parameters: {count['total']:,} = " + " + ".join(f"{n:,} {part}" for part, n in count.items() if part != "total"))
-  print(f"memory: about {memory_estimate(cfg, run.batch, run.length) / 1e6:.0f} MB for a training step of {run.batch} x {run.length} tokens on {Device.DEFAULT}")
+  megabytes = memory_estimate(cfg, run.batch, run.length) / 1e6
+  print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens on {Device.DEFAULT}")
   if text: print(f"text: {text.name}, {len(text.train):,} tokens to train on, {len(text.val):,} to validate (sha256 {text.digest[:16]})")
 
 def resolve(argv:list[str]) -> tuple[Run, atlas.Config, data.Text|None, Path|None, bool]:
@@ -356,7 +364,8 @@ def from_checkpoint(path:Path, run:Run, own:dict, model:dict) -> tuple[Run, atla
   for key, x in (own | model).items():
     if key not in fixed and (was := (meta["run"] | meta["config"]).get(key)) != x:
       raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={was}: leave {key} out, or train anew in another out")
-  try: return Run(**{**meta["run"], **{k: getattr(run, k) for k in FREE if k in own or k not in ("steps",)}, **own}), atlas.Config(**meta["config"]), path
+  now = {k: getattr(run, k) for k in FREE if k != "steps"} | own
+  try: return Run(**meta["run"] | now), atlas.Config(**meta["config"]), path
   except TypeError: raise ValueError(f"{path} has settings that this version does not know: use the version that made it") from None
 
 def main(argv:list[str]) -> int:
@@ -383,8 +392,7 @@ def main(argv:list[str]) -> int:
     curve = evaluate(params, cfg, text.val, run.batch, 2 * run.length, run.tokens or 65_536)
     unit = "byte" if text.is_bytes else "token"
     print(f"{start}: validation loss {curve[:run.length].mean() * math.log(2):.4f} nats, {curve[:run.length].mean():.4f} bits per {unit}")
-    for name, q in zip(("first quarter", "second quarter", "third quarter", "last quarter"), np.array_split(curve[:run.length], 4)):
-      if len(q): print(f"  {name} of {run.length}: {q.mean():.4f}")
+    for name, bits in quarters(curve[:run.length]): print(f"  {name} of {run.length}: {bits:.4f}")
     print(f"  beyond, to {2 * run.length}: {curve[run.length:].mean():.4f}")
   return 0
 
