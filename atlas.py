@@ -125,18 +125,19 @@ class Init:
   theta: float = 0.9          # momentum gate: the usual momentum
   gamma: float = 0.9          # window gates, before 1/c: a step weighs its window's tokens about alike
   eta: float = 0.5            # memory step: half of its bound, where the sigmoid is steepest
-  # Bound of eta.  A chunk of b equal keys applies one stale gradient b times: gd stays stable while eta * b * lambda < 2, where lambda is
-  # about |phi(k)|^2 <= 2.5, and momentum multiplies the sum by 1/(1-theta) = 10.  Muon's step has singular values near 1 whatever the
-  # gradient's size, so its bound is a length in units of M_0's, whose singular values are near 1 as well.
-  eta_gd: float = 0.5         # over b
-  eta_momentum: float = 0.1   # over b
-  eta_muon: float = 0.1       # times muon_every over b, so that a chunk moves M by at most about a tenth of its size per singular value
+  # Bounds of eta, with |k| = 1, |v| < 1 and S an average of gradients.
+  eta_l2: float = 0.2         # over chunk: b equal keys apply one stale gradient b times, stable while eta b lambda < 2; lambda, about
+                              # |phi|^2 |W1|^2 + |h|^2, starts near 4 and stays below 10
+  eta_dot: float = 0.5        # the Hebbian rule has no fixed point.  linear: over chunk.  mlp, gated: times 1 - alpha, as each matrix grows in
+                              # proportion to the other, by at most 2 eta a token: forgetting must outrun it
+  eta_muon: float = 0.1       # Newton-Schulz steps have singular values near 1 whatever the gradient, as M_0's largest
 INIT = Init()
 
-def eta_bound(cfg:Config) -> float:
-  """The largest memory step a token may take."""
+def eta_bound(cfg:Config, alpha:Tensor) -> Tensor|float:
+  """The largest memory step a token may take, of which the gate eta picks a part; alpha (B,H,T)."""
   if cfg.optimizer == "muon": return INIT.eta_muon
-  return (INIT.eta_momentum if cfg.momentum else INIT.eta_gd) / cfg.chunk
+  if cfg.loss == "l2": return INIT.eta_l2 / cfg.chunk
+  return INIT.eta_dot / cfg.chunk if cfg.memory == "linear" or not cfg.forget else INIT.eta_dot * (1 - alpha)
 
 def memory_shapes(cfg:Config) -> dict[str, tuple[int, int, int]]:
   """The matrices of one block's memory, (heads, out, in)."""
@@ -175,7 +176,8 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
 
 def parts(cfg:Config) -> dict[str, int]:
   """Number of parameters by part of the model, and in all ("total")."""
-  group = {"embed": "embedding (tied)", "memory": "memories M_0", "mlp_in": "MLP", "mlp_out": "MLP"} | dict.fromkeys(("norm", "norm1", "norm2"), "norms")
+  group = {"embed": "embedding (tied)", "memory": "memories M_0"} | dict.fromkeys(("norm", "norm1", "norm2"), "norms")
+  group |= dict.fromkeys(("mlp_in", "mlp_out"), "MLP")
   count: dict[str, int] = {}
   for name, (shape, _) in layout(cfg).items():
     part = group.get(name.split(".")[2] if "." in name else name, "mixer projections")
@@ -226,14 +228,17 @@ def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor,
   if cfg.conv: z, after["conv"] = causal_conv(z, p["conv"], None if state is None else state["conv"])
   q, k, v = split_heads(cfg, z.silu().contiguous())
   q, k = unit(q), unit(k)                                # choice: before phi, and the same for both
+  v = (v * (v.square().sum(-1, keepdim=True) + 1).rsqrt()).contiguous()      # choice: inside the unit ball, so that eta's bound holds
 
   gates = (linear(x, p["gates"]) + p["gate_bias"]).sigmoid().transpose(1, 2).contiguous()                        # (B,gates,T)
   gate = dict(zip(gate_sizes(cfg), gates.split(list(gate_sizes(cfg).values()), dim=1)))
-  eta = gate["eta"] * eta_bound(cfg)
-  gamma = gate["gamma"].reshape(B, H, cfg.window, T).transpose(2, 3) / cfg.window                                # (B,H,T,window)
   one = Tensor.ones(B, H, T)
+  alpha, theta = gate.get("alpha", one), gate.get("theta", one)
+  eta = gate["eta"] * eta_bound(cfg, alpha)
+  gamma = gate["gamma"].reshape(B, H, cfg.window, T).transpose(2, 3) / cfg.window                                # (B,H,T,window)
+  if cfg.momentum: gamma = gamma * (1 - theta).unsqueeze(-1)                 # choice: S averages gradients instead of summing them
   weights = {n: w for n, w in p["memory"].items() if n != "a_root"} | ({"a": p["memory"]["a_root"].square()} if cfg.features == "poly" else {})
-  y, memory = kernels.memory(cfg, weights, q, k, v, gate.get("alpha", one), gate.get("theta", one), eta, gamma, state)   # (B,H,T,value_dim)
+  y, memory = kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state)   # (B,H,T,value_dim)
 
   y = rms_norm(y, p["out_norm"]).transpose(1, 2).reshape(B, T, -1) * linear(x, p["out_gate"]).silu()
   return linear(y, p["out"]), after | {n: s for n, s in memory.items() if n != "position"}, eta.mean()

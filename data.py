@@ -96,8 +96,7 @@ def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
   else:
     try: ids = [int(t) for t in text.split(",")]
     except ValueError: raise ValueError(f"prompt={text!r}: this model reads token ids: give them as 15,7,32") from None
-  if not ids: raise ValueError("prompt= is empty: give at least one character")
-  if bad := [i for i in ids if not 0 <= i < vocab]: raise ValueError(f"prompt={text!r} has token {bad[0]}, outside vocab={vocab}")
+  if bad := [i for i in ids if not 0 <= i < vocab]: raise ValueError(f"prompt={text!r} has token {bad[0]}, outside vocab={vocab}: leave it out")
   return ids
 
 def decode(ids:list[int], is_bytes:bool) -> str:

@@ -37,7 +37,7 @@ class Run:
   clip: float = 1.0             # largest global norm of the gradient
   save_every: int = 50          # steps between checkpoints (0: at the end only); the last two are kept
   eval_every: int = 0           # steps between validations (0: at the end only)
-  prompt: str = "def "          # sample: text to continue; comma-separated ids with token files
+  prompt: str = ""              # sample: text to continue (empty: "def "); comma-separated ids with token files (empty: 0)
   tokens: int = 0               # sample: tokens to generate (0: 200); eval: validation tokens to read (0: 65,536)
   temperature: float = 0.8      # sample: 0 takes the likeliest token
   top_k: int = 40               # sample: choose among that many (0: all)
@@ -284,11 +284,14 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
 
 # *** sampling ***
 
+def prompt_ids(run:Run, cfg:atlas.Config, is_bytes:bool) -> list[int]:
+  return data.encode(run.prompt or ("def " if is_bytes else "0"), is_bytes, cfg.vocab)
+
 def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
   """Prints a continuation of run.prompt.  The state streams: memory does not grow with the length, but for full attention's keys."""
-  rng, ids = np.random.default_rng(run.seed), data.encode(run.prompt, is_bytes, cfg.vocab)
+  rng, ids = np.random.default_rng(run.seed), prompt_ids(run, cfg, is_bytes)
   def one_token(): return TinyJit(lambda token, state: atlas.forward(params, cfg, token, state))
-  print(f"--- sample, prompt {run.prompt!r}, temperature {run.temperature}, seed {run.seed} ---")
+  print(f"--- sample, temperature {run.temperature}, seed {run.seed} ---")
   logits, state = atlas.forward(params, cfg, Tensor([ids]))
   scores = logits[0, -1].numpy()
   Tensor.realize(*state.values())
@@ -350,6 +353,7 @@ def resolve(argv:list[str]) -> tuple[Run, atlas.Config, data.Text|None, Path|Non
     if found: run, cfg, start = from_checkpoint(found[-1], run, own, model)
   text = None if run.mode in ("sample", "params") else data.load(run.data, cfg.vocab, run.length * (2 if run.mode == "eval" else 1))
   if start: read_weights(start, cfg)
+  if text or start: prompt_ids(run, cfg, text.is_bytes if text else read_meta(start)["text"]["is_bytes"])   # type: ignore[arg-type]
   if run.init_from:
     if not Path(run.init_from).is_file(): raise ValueError(f"init_from={run.init_from} does not exist: name a .safetensors checkpoint")
     read_meta(Path(run.init_from))
