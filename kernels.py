@@ -199,7 +199,7 @@ def state_pass(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:T
     M, S, out = dict(zip(names, out)), dict(zip(S, out[len(M):])), out[len(M) + len(S):]
     kept.append(out)
   def stacked(parts): return [z[0].unsqueeze(2) if N == 1 else Tensor.stack(*z, dim=2).contiguous() for z in zip(*parts)]
-  if N > 1: base, M, S = [{n: z.clone() for n, z in state.items()} for state in (base, M, S)]   # a jit may reuse a call's own output buffers
+  if N > 1: M, S = [{n: z.clone() for n, z in state.items()} for state in (M, S)]        # a jit may reuse the outputs of a compiled call
   first, sources = stacked(starts), stacked(kept)
   per = len(sources) // len(names)
   return base, M, S, dict(zip(names, first)), dict(zip(S, first[len(M):])), {n: sources[i * per:(i + 1) * per] for i, n in enumerate(names)}
@@ -283,6 +283,7 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   y = outputs(cfg, M_starts, S_starts, kept, phi(cfg, queries, weights.get("a")).contiguous(), queries, a, C)
   y = y.reshape(B, H, N * size, v.shape[-1])[:, :, front:front + T]
   if known is None and T > 1: y = (position % b == 0).where(y, math.nan)
+  if T > 1: base = {n: z.clone() for n, z in base.items()}                              # it may be the caller's own M, which a jit cannot return
   after = {"position": (position + T).clone(), **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
   if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:].contiguous() for n, z in stream.items()}
   return y, after

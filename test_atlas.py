@@ -258,6 +258,20 @@ def test_layers_keep_their_own_states_and_a_state_is_never_changed_in_place():
   assert relative(second, whole[:, 5:]) < 1e-5
   assert all(np.array_equal(before[n], s.numpy()) for n, s in state.items())
 
+@pytest.mark.parametrize("name", ["titans", "swa"])
+def test_a_jitted_call_of_whole_chunks_streams_and_one_that_starts_inside_a_chunk_says_so(name):
+  cfg = small(name)
+  params, tokens = atlas.init(cfg), np.random.default_rng(0).integers(0, 16, (1, 48)).astype(np.int32)
+  whole = atlas.forward(params, cfg, Tensor(tokens))[0].numpy()
+  step = TinyJit(lambda tokens, state: atlas.forward(params, cfg, tokens, state))
+  _, state = atlas.forward(params, cfg, Tensor(tokens[:, :8].copy()))
+  for i in range(8, 48, 8):
+    logits, state = step(Tensor(tokens[:, i:i + 8].copy()), state)
+    assert relative(logits.numpy(), whole[:, i:i + 8]) < 1e-5
+  if cfg.mixer == "memory":
+    state["position"] = Tensor(51).clone()
+    assert np.isnan(step(Tensor(tokens[:, :8].copy()), state)[0].numpy()).all()
+
 def test_a_full_cache_doubles_and_a_jit_past_its_end_says_so():
   cfg = small("transformer++")
   params, tokens = atlas.init(cfg), np.random.default_rng(0).integers(0, 16, (1, 70)).astype(np.int32)
@@ -325,7 +339,8 @@ def test_quadratic_features_recall_more_pairs_than_the_key_is_long_and_identity_
     def call(eta, times, state):
       k, v = (np.tile(z, (times, 1))[None, None] for z in (keys, values))
       gates = [np.full((1, 1, times * pairs), g) for g in (1, 0, eta)]
-      return kernels.memory(cfg, W, *tensors(dict(zip(NAMES, (k, k, v, *gates, np.ones((1, 1, times * pairs, 1)))))).values(), state)
+      inputs = dict(zip(NAMES, (k, k, v, *gates, np.ones((1, 1, times * pairs, 1)))))
+      return kernels.memory(cfg, W, **tensors(inputs), state=state)
     answers = call(0.0, 1, call(0.15, rounds, None)[1])[0].numpy()[0, 0]                  # a step of 0 only reads
     return int((((answers[:, None] - values) ** 2).sum(-1).argmin(1) == np.arange(pairs)).sum())
   assert recalled("poly") == pairs > recalled("identity")
