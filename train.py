@@ -274,7 +274,7 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
     print(f"stopped at step {step}, saved: continue with resume=1")
     return 0
 
-  curve = evaluate(params, cfg, text.val, run.batch, run.length, 32_768)
+  curve = evaluate(params, cfg, text.val, run.batch, run.length, 65_536)
   print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
   print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
   sample(run, cfg, params, text.is_bytes)
