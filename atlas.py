@@ -27,7 +27,7 @@ import kernels
 
 CHOICES = {"mixer": ("memory", "attention"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly"), "loss": ("l2", "dot"),
            "optimizer": ("gd", "muon"), "backend": ("auto", "ops")}
-LEAST = {"window": 1, "conv": 0, "attn_window": 0, "ns_steps": 0, "degree": 0}        # every other whole number is at least 1
+LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0}                                  # every other whole number is at least 1
 
 @dataclass(frozen=True)
 class Config:
@@ -108,13 +108,16 @@ SIZES: dict[str, dict] = {
 }
 
 def preset(name:str="atlas", size:str="tiny", **fields) -> Config:
-  """The named model at a size: explicit fields > size > preset > Config's defaults.  ValueError names near presets, sizes or fields."""
+  """The named model at a size: explicit fields > size > preset > Config's defaults.  A size's muon_every yields to an explicit chunk that it does
+  not divide.  ValueError names near presets, sizes or fields."""
   if name not in PRESETS: raise ValueError(f"preset={name!r} is unknown{near(name, PRESETS)}")
   if size not in SIZES: raise ValueError(f"size={size!r} is unknown{near(size, SIZES)}")
   known = [f.name for f in dataclasses.fields(Config)]
   for f in fields:
     if f not in known: raise ValueError(f"{f} is not a setting{near(f, known)}")
-  return Config(**{**PRESETS[name], **SIZES[size], **fields})
+  merged = PRESETS[name] | SIZES[size] | fields
+  if type(chunk := fields.get("chunk")) is int and "muon_every" not in fields: merged["muon_every"] = math.gcd(merged["muon_every"], chunk)
+  return Config(**merged)
 
 # *** initial values: one row each, with its reason ***
 

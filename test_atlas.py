@@ -527,6 +527,7 @@ def test_help_lists_every_key(capsys):
 
 def test_explicit_keys_win_over_size_over_preset_in_any_order():
   assert atlas.preset("titans").window == 1 and atlas.preset("atlas").muon_every == 4 and atlas.preset("titans", window=3).window == 3
+  assert atlas.preset("atlas", chunk=6).muon_every == 2 and atlas.preset("atlas", chunk=5).muon_every == 1
   assert atlas.preset("titans", "170m").dim == 768 and atlas.preset("titans", "170m", dim=64).dim == 64
   with pytest.raises(ValueError, match="did you mean window"): atlas.preset("titans", windows=3)
 
@@ -561,6 +562,11 @@ def test_a_run_stops_cleanly_resumes_bit_for_bit_samples_and_evaluates(tmp_path,
   assert train.main(["mode=eval", f"out={tmp_path / 'a'}", text, "tokens=320"]) == 0
   shown = capsys.readouterr().out
   assert re.search(r"validation loss \d\.\d+ nats, \d\.\d+ bits per byte", shown) and "beyond, to 32" in shown
+  (tmp_path / "other.txt").write_bytes(b"other text" * 400)
+  (tmp_path / "text.txt").rename(tmp_path / "kept.txt")
+  (tmp_path / "other.txt").rename(tmp_path / "text.txt")
+  assert train.main(["resume=1", "steps=9", f"out={tmp_path / 'a'}"]) == 2 and "has changed since" in last_error(capsys)
+  (tmp_path / "kept.txt").rename(tmp_path / "text.txt")
   for words, message in ((["preset=titans", "dim=32"], "dim=32 contradicts"), (["lr=3"], "lr=3.0 contradicts")):
     assert train.main([*words, "resume=1", text, f"out={tmp_path / 'a'}"]) == 2 and message in last_error(capsys)
   assert train.main([*run, f"out={tmp_path / 'n'}", "dim=24", f"init_from={train.checkpoints(tmp_path / 'a')[-1]}"]) == 2

@@ -87,6 +87,7 @@ def check_device() -> None:
 
 def check_out(out:Path) -> None:
   """Raises ValueError unless files can be written into out, without writing any."""
+  if out.resolve() == Path.cwd(): raise ValueError(f"out={out} is the working folder, where an earlier run could not be moved aside: name another")
   there = next(p for p in (out, *out.absolute().parents) if p.exists())
   if not there.is_dir(): raise ValueError(f"out={out} cannot be a folder, {there} is a file: give another out")
   if not os.access(there, os.W_OK | os.X_OK): raise ValueError(f"out={out} is not writable: give another out, or change the rights of {there}")
@@ -169,16 +170,19 @@ def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:
     return loss, norm, eta
   return step
 
-def evaluate(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, length:int, total:int) -> np.ndarray:
-  """Mean loss in bits per token at each position of the context, (length,)."""
+def evaluator(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, length:int) -> Callable[[int], np.ndarray]:
+  """A function of the number of tokens to read -> mean loss in bits per token at each position of the context, (length,).  It reads params as they
+  are when it is called, and is compiled once."""
   @TinyJit
   def losses(x:Tensor, y:Tensor) -> Tensor: return atlas.token_losses(atlas.forward(params, cfg, x)[0], y).realize()
-  bits, seen = np.zeros(length), 0
-  batches = list(data.windows(tokens, batch, length, total))
-  for x, y in tqdm(batches, desc="validation", unit="batch", leave=False, disable=len(batches) < 2):
-    bits += losses(Tensor(x), Tensor(y)).numpy().astype(np.float64).sum(0) / math.log(2)
-    seen += int((y[:, 0] >= 0).sum())
-  return bits / seen
+  def evaluate(total:int) -> np.ndarray:
+    bits, rows = np.zeros(length), 0
+    batches = list(data.windows(tokens, batch, length, total))
+    for x, y in tqdm(batches, desc="validation", unit="batch", leave=False, disable=len(batches) < 2):
+      bits += losses(Tensor(x), Tensor(y)).numpy().astype(np.float64).sum(0) / math.log(2)
+      rows += int((y[:, 0] >= 0).sum())
+    return bits / rows
+  return evaluate
 
 def quarters(curve:np.ndarray) -> list[tuple[str, float]]:
   """The mean of each quarter of the context that has a position."""
@@ -225,7 +229,7 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
   """Trains from `start` (a checkpoint) or from scratch; saves, validates, samples.  Returns the exit code."""
   out, step = Path(run.out), read_meta(start)["step"] if start else 0
   params = atlas.unflatten(read_weights(start, cfg)) if start else atlas.init(cfg, run.seed)
-  if run.init_from: params = atlas.unflatten(read_weights(Path(run.init_from), cfg))
+  if run.init_from and not start: params = atlas.unflatten(read_weights(Path(run.init_from), cfg))
   flat = get_state_dict(params)
   optimizer = optimizer_for(flat, run.weight_decay)
   if start:
@@ -240,16 +244,17 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
   def save_now(): save(out, step, {f"weights.{n}": p for n, p in flat.items()} | optimizer_state(optimizer), meta)
 
   train_step, per_step = training_step(params, cfg, optimizer, run.clip), run.batch * run.length
-  unit = "byte" if text.is_bytes else "token"
+  unit, validate = "byte" if text.is_bytes else "token", evaluator(params, cfg, text.val, run.batch, run.length)
   began = time.perf_counter()
   log, writer = open_log(out, step)
-  saved_at = step if start else -1
+  first, saved_at = step, step if start else -1
   print("compiling: the first two steps take a minute or so, and the time left is known after the third")
   with Context(TRAINING=1), Stop() as stop, log, tqdm(total=run.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1) as bar:
     while step < run.steps and not stop.asked:
       tick = time.perf_counter()
       lr = rate(run, step)
       for group in optimizer.optimizers: group.lr.assign(Tensor([lr])).realize()
+      GlobalCounters.reset()
       loss, norm, eta = [float(t.item()) for t in train_step(*map(Tensor, data.batch(text.train, run.batch, run.length, run.seed, step)))]
       step += 1
       if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -258,8 +263,11 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
         print(f"error: loss {loss} (gradient norm {norm}) at step {step} is not finite; {last}: lower lr or clip", file=sys.stderr)
         return 1
       seconds = time.perf_counter() - tick
+      if step == first + 3:                                # the first step compiles and the second is captured; this one is replayed
+        bar.write(f"compiled in {time.perf_counter() - began - seconds:.0f} s: {GlobalCounters.kernel_count:,} kernels and "
+                  f"{GlobalCounters.global_ops / 1e9:.2f} GFLOP a step, {per_step / seconds:.0f} tokens/s")
       due = run.eval_every and step % run.eval_every == 0
-      val = f"{evaluate(params, cfg, text.val, run.batch, run.length, 16_384).mean():.6f}" if due else ""
+      val = f"{validate(16_384).mean():.6f}" if due else ""
       writer.writerow([step, step * per_step, f"{loss:.6f}", val, f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}", f"{per_step / seconds:.1f}",
                        f"{time.perf_counter() - began:.2f}"])
       log.flush()
@@ -274,7 +282,7 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
     print(f"stopped at step {step}, saved: continue with resume=1")
     return 0
 
-  curve = evaluate(params, cfg, text.val, run.batch, run.length, 65_536)
+  curve = validate(65_536)
   print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
   print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
   sample(run, cfg, params, text.is_bytes)
@@ -398,7 +406,7 @@ def main(argv:list[str]) -> int:
   params = atlas.unflatten(read_weights(start, cfg))
   if run.mode == "sample": sample(run, cfg, params, read_meta(start)["text"]["is_bytes"])
   elif text is not None:
-    curve = evaluate(params, cfg, text.val, run.batch, 2 * run.length, run.tokens or 65_536)
+    curve = evaluator(params, cfg, text.val, run.batch, 2 * run.length)(run.tokens or 65_536)
     unit = "byte" if text.is_bytes else "token"
     print(f"{start}: validation loss {curve[:run.length].mean() * math.log(2):.4f} nats, {curve[:run.length].mean():.4f} bits per {unit}")
     for name, bits in quarters(curve[:run.length]): print(f"  {name} of {run.length}: {bits:.4f}")
