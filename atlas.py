@@ -63,7 +63,8 @@ class Config:
       if type(x) is not kind: raise ValueError(f"{f.name}={x!r} is not {KINDS[kind]}: its default is {f.default!r}")
       if f.name in CHOICES and x not in CHOICES[f.name]: raise ValueError(f"{f.name}={x!r} is unknown{near(x, CHOICES[f.name])}")
       if type(x) is int and x < (least := LEAST.get(f.name, 1)): raise ValueError(f"{f.name}={x} is too small: take {least} or more")
-    if not 0 < self.mlp_ratio < math.inf: raise ValueError(f"mlp_ratio={self.mlp_ratio} must be a positive number, 2 for example")
+    if not (0 < self.mlp_ratio < math.inf and round(self.mlp_ratio * self.dim)):
+      raise ValueError(f"mlp_ratio={self.mlp_ratio} leaves no hidden unit at dim={self.dim}: take 2, for example")
     if self.mixer == "attention":
       if self.key_dim % 2: raise ValueError(f"key_dim={self.key_dim} is odd, and rotary positions turn pairs: take {self.key_dim + 1}")
       return
@@ -131,8 +132,9 @@ class Init:
   # Bounds of eta, with |k| = 1, |v| < 1 and S an average of gradients.
   eta_l2: float = 0.2         # over chunk: b equal keys apply one stale gradient b times, stable while eta b lambda < 2; lambda, about
                               # |phi|^2 |W1|^2 + |h|^2, starts near 4 and stays below 10
-  eta_dot: float = 0.5        # the Hebbian rule has no fixed point.  linear: over chunk.  mlp, gated: times 1 - alpha, as each matrix grows in
-                              # proportion to the other, by at most 2 eta a token: forgetting must outrun it
+  eta_dot: float = 0.5        # the Hebbian rule has no fixed point.  linear: over chunk, and it grows with the stream at most linearly.  mlp, gated:
+                              # times 1 - alpha, as each matrix grows in proportion to the other, by at most 2 eta a token, and forgetting must
+                              # outrun it; without forgetting over chunk, and nothing bounds the growth
   eta_muon: float = 0.1       # Newton-Schulz steps have singular values near 1 whatever the gradient, as M_0's largest
 INIT = Init()
 
@@ -231,7 +233,8 @@ def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor,
   if cfg.conv: z, after["conv"] = causal_conv(z, p["conv"], None if state is None else state["conv"])
   q, k, v = split_heads(cfg, z.silu().contiguous())
   q, k = unit(q), unit(k)                                # choice: before phi, and the same for both
-  v = (v * (v.square().sum(-1, keepdim=True) + 1).rsqrt()).contiguous()      # choice: inside the unit ball, so that eta's bound holds
+  # differs from the paper: values are kept inside the unit ball, because no bound on eta is safe for values of any length
+  v = (v * (v.square().sum(-1, keepdim=True) + 1).rsqrt()).contiguous()
 
   gates = (linear(x, p["gates"]) + p["gate_bias"]).sigmoid().transpose(1, 2).contiguous()                        # (B,gates,T)
   gate = dict(zip(gate_sizes(cfg), gates.split(list(gate_sizes(cfg).values()), dim=1)))
@@ -239,7 +242,8 @@ def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor,
   alpha, theta = gate.get("alpha", one), gate.get("theta", one)
   eta = gate["eta"] * eta_bound(cfg, alpha)
   gamma = gate["gamma"].reshape(B, H, cfg.window, T).transpose(2, 3) / cfg.window                                # (B,H,T,window)
-  if cfg.momentum: gamma = gamma * (1 - theta).unsqueeze(-1)                 # choice: S averages gradients instead of summing them
+  # differs from the paper: S averages gradients instead of summing them, because a learned theta near 1 would lift eta's bound without end
+  if cfg.momentum: gamma = gamma * (1 - theta).unsqueeze(-1)
   weights = {n: w for n, w in p["memory"].items() if n != "a_root"} | ({"a": p["memory"]["a_root"].square()} if cfg.features == "poly" else {})
   y, memory = kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state)   # (B,H,T,value_dim)
 

@@ -40,25 +40,27 @@ def token_file(path:Path) -> np.ndarray:
     raise ValueError(f"data={path}: its header promises {count:,} tokens, {1024 + count * width:,} bytes, but it has {size:,}: copy it again")
   return np.memmap(path, dtype=np.dtype(kind).newbyteorder("<"), mode="r", offset=1024)
 
-def load(spec:str, vocab:int, length:int) -> Text:
-  """The text of `data=spec`: "python", a file, a folder (every file in it, by path), or a .bin token file.
-
-  ValueError, in one line with the fix, for what is missing, empty, too short for sequences of `length`, or has a token id >= vocab."""
-  path = Path(spec).expanduser()
-  is_bytes = not (path.suffix == ".bin" and path.is_file())
+def read(spec:str) -> tuple[np.ndarray, bool]:
+  """The tokens of `data=spec`, and whether they are bytes: "python", a file, a folder (every file in it, by path), or a .bin token file.
+  ValueError, in one line with the fix, for what is missing, empty or cut short."""
+  if spec == "python": return np.frombuffer(python_source(), dtype=np.uint8), True
   try:
-    if spec == "python": tokens = np.frombuffer(python_source(), dtype=np.uint8)
-    elif not path.exists(): raise ValueError(f"data={spec} does not exist: give a file, a folder, or leave it out for Python's own source")
-    elif path.is_file() and path.stat().st_size == 0: raise ValueError(f"data={spec} is empty: give a file with text in it")
-    elif not is_bytes: tokens = token_file(path)
-    elif path.is_file(): tokens = np.memmap(path, dtype=np.uint8, mode="r")
-    else:
-      files = sorted((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.relative_to(path).as_posix())
-      if shards := [p for p in files if p.suffix == ".bin"]:
-        raise ValueError(f"data={spec} holds token files: name one, data={shards[0]} for example")
-      tokens = np.frombuffer(b"".join(p.read_bytes() for p in files), dtype=np.uint8)
-      if not len(tokens): raise ValueError(f"data={spec} holds no text: give a folder with files in it")
-  except OSError as e: raise ValueError(f"data={spec} cannot be read ({e.strerror}): check its permissions") from None
+    path = Path(spec).expanduser()
+    if not path.exists(): raise ValueError(f"data={spec} does not exist: give a file, a folder, or leave it out for Python's own source")
+    if path.is_file():
+      if path.stat().st_size == 0: raise ValueError(f"data={spec} is empty: give a file with text in it")
+      return (token_file(path), False) if path.suffix == ".bin" else (np.memmap(path, dtype=np.uint8, mode="r"), True)
+    files = sorted((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.relative_to(path).as_posix())
+    if shards := [p for p in files if p.suffix == ".bin"]: raise ValueError(f"data={spec} holds token files: name one, data={shards[0]} for example")
+    tokens = np.frombuffer(b"".join(p.read_bytes() for p in files), dtype=np.uint8)
+  except (OSError, RuntimeError) as e:                   # RuntimeError: ~ of an unknown user
+    raise ValueError(f"data={spec} cannot be read ({getattr(e, 'strerror', None) or e}): give another path") from None
+  if not len(tokens): raise ValueError(f"data={spec} holds no text: give a folder with files in it")
+  return tokens, True
+
+def load(spec:str, vocab:int, length:int) -> Text:
+  """The text of `data=spec` (see read), cut in two.  ValueError where it is too short for sequences of `length`, or has a token id >= vocab."""
+  tokens, is_bytes = read(spec)
   cut = len(tokens) - len(tokens) // VALIDATION
   train, val = tokens[:cut], tokens[cut:]
   if len(val) < length + 1:
@@ -101,10 +103,3 @@ def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
 
 def decode(ids:list[int], is_bytes:bool) -> str:
   return bytes(ids).decode(errors="replace") if is_bytes else ",".join(map(str, ids))
-
-def size_in_words(n:float) -> str:
-  """1234567 -> '1.23M'"""
-  for unit in ("", "k", "M", "G"):
-    if n < 1000 or unit == "G": return f"{n:.3g}{unit}"
-    n /= 1000
-  return str(n)

@@ -159,17 +159,17 @@ def chunk_step(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:T
   base, M, S: weights (B,H,o,i); gradients are taken at base.  x, k, v: the chunk with its halo (B,H,E,.).  a (B,H), C (B,H,.): last rows of
   `coefficients`.  P: last row (B,H,[1+]E) for gd, the steps' rows (B,H,R,[1+]E) for muon.
   Returns every M, then every S, then per weight the pair u (B,H,E,o), x (B,H,E,i) for gd, or the steps U (B,H,R,o,i) for muon."""
-  halo = int(cfg.momentum)                               # with momentum the first source is S itself
+  skip = int(cfg.momentum)                               # with momentum the first source is S itself
   new_M, new_S, kept = [], [], []
   for name, (u, inp) in gradients(cfg, base, x, k, v).items():
     if cfg.optimizer == "gd":
-      W = _row(a) * M[name] - (u * C[..., halo:].unsqueeze(-1)).contiguous().transpose(-1, -2) @ inp
+      W = _row(a) * M[name] - (u * C[..., skip:].unsqueeze(-1)).contiguous().transpose(-1, -2) @ inp
       if cfg.momentum:
         W = W - _row(C[..., 0]) * S[name]
         new_S.append((_row(P[..., 0]) * S[name] + (u * P[..., 1:].unsqueeze(-1)).contiguous().transpose(-1, -2) @ inp).contiguous())
       kept += [u, inp]
     else:
-      weighted = (P[..., halo:].unsqueeze(-2) * u.transpose(-1, -2).unsqueeze(-3)).contiguous()                # (B,H,R,o,E)
+      weighted = (P[..., skip:].unsqueeze(-2) * u.transpose(-1, -2).unsqueeze(-3)).contiguous()                # (B,H,R,o,E)
       steps = (weighted.flatten(-3, -2) @ inp).reshape(*weighted.shape[:-1], inp.shape[-1])                  # (B,H,R,o,i)
       if cfg.momentum:
         steps = (steps + _row(P[..., 0]) * S[name].unsqueeze(-3)).contiguous()
@@ -214,9 +214,9 @@ def outputs(cfg, M:dict, S:dict, kept:dict, r:Tensor, q:Tensor, a:Tensor, C:Tens
     y = a * (z @ M[name].transpose(-1, -2))
     if cfg.optimizer == "gd":
       u, inp = kept[name]
-      halo = int(cfg.momentum)
-      y = y - (C[..., halo:] * (z @ inp.transpose(-1, -2)).contiguous()).contiguous() @ u
-      return y - C[..., :1] * (z @ S[name].transpose(-1, -2)) if halo else y
+      skip = int(cfg.momentum)
+      y = y - (C[..., skip:] * (z @ inp.transpose(-1, -2)).contiguous()).contiguous() @ u
+      return y - C[..., :1] * (z @ S[name].transpose(-1, -2)) if skip else y
     U, = kept[name]
     steps = (z @ U.flatten(-3, -2).transpose(-1, -2)).contiguous().reshape(*z.shape[:-1], U.shape[-3], U.shape[-2])
     return y - (C.unsqueeze(-1) * steps).sum(-2)
@@ -257,7 +257,9 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   phase = 0 if T == 1 or known is None else known % b
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
-  # gradients are taken at the memory of the chunk's start; one token's graph must hold for any position
+  # Rows: the call is padded to whole chunks of `size` tokens, `front` before it and `back` behind.  With chunk=4, a call of 6 tokens at position 7
+  # (phase 3) is padded to 3 + 6 + 3 = 3 chunks.  A call that ends within its first chunk needs no padding: its tokens are the only chunk's rows.
+  # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
   if T == 1: base = {n: (position % b == 0).where(M[n], w) for n, w in base.items()}
   elif phase == 0: base = M
   if phase + T <= b:                                     # inside one chunk: its rows are the tokens

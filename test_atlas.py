@@ -3,13 +3,13 @@
 python -m pytest -q test_atlas.py            the suite;  add -m slow for every combination and longer streams"""
 import os
 os.environ.setdefault("NOOPT", "1")                      # values matter here, not speed: kernels compile in half the time
-import csv, dataclasses, functools, itertools, math, re, shlex, signal
+import csv, dataclasses, functools, itertools, math, re, shlex, shutil, signal, subprocess, sys
 from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
 import kernels, atlas, data, train
-from tinygrad import Context, Tensor, TinyJit
+from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.nn.state import get_state_dict, safe_load
 
 slow = pytest.mark.slow
@@ -153,7 +153,7 @@ def largest_tensor(cfg):
   """Elements of the largest intermediate of a read of 256 tokens by one head of 16 with a hidden size of 64."""
   W, x = problem(cfg, B=1, H=1, T=256, d=16, dv=16, hidden=64)
   y, _ = kernels.memory(cfg, tensors(W), *tensors(x).values())
-  return max(u.max_numel() for u in y.uop.toposort() if u.op.name in ("CONTIGUOUS", "GETTUPLE", "STACK"))
+  return max(u.max_numel() for u in y.uop.toposort(enter_calls=True) if u.op.name in ("CONTIGUOUS", "GETTUPLE", "STACK"))
 
 def test_without_muon_nothing_of_size_tokens_by_weights_exists():
   settings = dict(memory="mlp", window=3, chunk=64, key_dim=16, value_dim=16)
@@ -163,10 +163,12 @@ def test_without_muon_nothing_of_size_tokens_by_weights_exists():
 
 # *** 2. gradients ***
 
-@pytest.mark.parametrize("case", [dict(memory="mlp", features="poly", loss="l2", step="muon", window=3, chunk=4),
-                                  dict(memory="gated", features="poly", loss="l2", step="momentum", window=2, chunk=3),
-                                  dict(memory="mlp", features="identity", loss="dot", step="gd", window=5, chunk=2),
-                                  dict(memory="linear", features="poly", loss="l2", step="muon_every", window=1, chunk=4)], ids=label)
+GRADIENT_CASES = [dict(memory="mlp", features="poly", loss="l2", step="muon", window=3, chunk=4),
+                  dict(memory="gated", features="poly", loss="l2", step="momentum", window=2, chunk=3),
+                  dict(memory="mlp", features="identity", loss="dot", step="gd", window=5, chunk=2),
+                  dict(memory="linear", features="poly", loss="l2", step="muon_every", window=1, chunk=4)]
+
+@pytest.mark.parametrize("case", [*GRADIENT_CASES, *[pytest.param(case, marks=slow) for case in PAIRWISE]], ids=label)
 def test_gradients_are_the_finite_differences_of_the_oracle(case):
   cfg = from_case(case)
   W, x = problem(cfg, H=1, T=7, d=2, dv=2, hidden=3)
@@ -177,12 +179,13 @@ def test_gradients_are_the_finite_differences_of_the_oracle(case):
   got = dict(zip(used, (y * Tensor(direction.astype(np.float32))).sum().gradient(*used.values())))
   Tensor.realize(*got.values())
   for name, g in got.items():
-    where, numeric = (W if name in W else x)[name], np.zeros(used[name].shape)
+    where = (W if name in W else x)[name]
+    numeric = np.zeros(where.shape)
     for i in np.ndindex(where.shape):
-      kept, values = where[i], []
-      for where[i] in (kept + 1e-6, kept - 1e-6): values.append((by_oracle(cfg, W, x) * direction).sum())
-      where[i] = kept
-      numeric[i] = (values[0] - values[1]) / 2e-6
+      for sign in (1, -1):
+        where[i] += sign * 1e-6
+        numeric[i] += sign * (by_oracle(cfg, W, x) * direction).sum() / 2e-6
+        where[i] -= sign * 1e-6
     assert np.linalg.norm(numeric) > 0, name
     assert record("gradients against finite differences", relative(g.numpy(), numeric)) < 1e-3, name
 
@@ -248,6 +251,14 @@ def test_two_halves_equal_the_whole(name):
   assert record("streamed against whole", relative(np.concatenate(got, 1), whole)) < 2e-4
   assert int(state["position"].item()) == T and shapes == {n: s.shape for n, s in state.items()}
 
+@pytest.mark.parametrize("name", ["titans", "transformer++"])
+def test_a_sample_is_what_reading_the_whole_context_anew_for_every_token_gives(name, capsys):
+  cfg, params, forward, *_ = model(name)
+  ids = [1, 2, 3]
+  train.sample(train.Run(prompt="1,2,3", temperature=0.0, tokens=T - 3), cfg, params, is_bytes=False)
+  while len(ids) < T: ids.append(int(forward(np.array([ids + [0] * (T - len(ids))] * 2, np.int32))[0, len(ids) - 1].argmax()))
+  assert capsys.readouterr().out.splitlines()[1] == ",".join(map(str, ids)) and len(set(ids)) > 3
+
 def test_layers_keep_their_own_states_and_a_state_is_never_changed_in_place():
   cfg = small("titans", layers=2)
   params, tokens = atlas.init(cfg), np.arange(12, dtype=np.int32).reshape(1, 12)
@@ -285,7 +296,7 @@ def test_a_full_cache_doubles_and_a_jit_past_its_end_says_so():
   assert np.isnan(logits.numpy()).all()
 
 def test_rotary_scores_depend_on_distance_only():
-  cos, sin = atlas._rope_table(12, 6, "CPU" if Tensor(0.0).clone().device == "CPU" else Tensor(0.0).clone().device)
+  cos, sin = atlas._rope_table(12, 6, Device.DEFAULT)
   q, k = (Tensor(np.random.default_rng(s).normal(size=(1, 1, 1, 6)).astype(np.float32)) for s in (0, 1))
   def score(i, j): return (atlas.rotate(q, cos[i:i + 1], sin[i:i + 1]) * atlas.rotate(k, cos[j:j + 1], sin[j:j + 1])).sum().item()
   assert score(5, 2) == pytest.approx(score(11, 8), abs=1e-5) != pytest.approx(score(5, 4), abs=1e-2)
@@ -389,13 +400,13 @@ def check_stress(name, tokens):
   assert all(np.isfinite(s.numpy()).all() for s in state.values())
 
 def check_attention_stress(cfg, params, stream):
-  for row in stream[:, :8192]: assert np.isfinite(atlas.forward(params, cfg, Tensor(row[None].copy()))[0][:, ::64].numpy()).all()
+  for row in stream: assert np.isfinite(atlas.forward(params, cfg, Tensor(row[None].copy()))[0][:, ::64].numpy()).all()
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_long_hostile_streams_stay_finite(name): check_stress(name, 8192)
 
 @slow
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "transformer++"])      # whose cost grows with the square of the stream
 def test_very_long_hostile_streams_stay_finite(name): check_stress(name, 65536)
 
 # *** 9. training ***
@@ -510,15 +521,17 @@ def test_bad_text_is_named(content, message, capsys, tmp_path):
   (tmp_path / "t.bin").write_bytes(header + bytes(998))
   assert train.main([f"data={tmp_path / 't.bin'}", f"out={tmp_path / 'o'}"]) == 2 and "copy it again" in last_error(capsys)
   (tmp_path / "t.bin").write_bytes(header + bytes(1000))
-  assert train.main([f"data={tmp_path / 't.bin'}", "length=8", "prompt=abc", f"out={tmp_path / 'o'}"]) == 2 and "token ids" in last_error(capsys)
+  assert train.main([f"data={tmp_path / 't.bin'}", "length=8", f"out={tmp_path / 'o'}"]) == 2 and "give vocab=" in last_error(capsys)
+  assert train.main([f"data={tmp_path / 't.bin'}", "length=8", "vocab=9", "prompt=abc", f"out={tmp_path / 'o'}"]) == 2
+  assert "token ids" in last_error(capsys)
   assert not (tmp_path / "o").exists()
 
-def test_no_device_says_how_to_get_clang(capsys, tmp_path, monkeypatch):
-  class Broken:
-    DEFAULT = "CPU"
-    def __getitem__(self, name): raise FileNotFoundError("clang")
-  monkeypatch.setattr(train, "Device", Broken())
-  assert train.main(["steps=0", f"out={tmp_path / 'o'}"]) == 2 and "pip install '.[cpu]'" in last_error(capsys)
+@pytest.mark.skipif(Device.DEFAULT != "CPU", reason="clang is the CPU device's compiler")
+@pytest.mark.parametrize("clang", ["/nonexistent", "/bin/false"])
+def test_no_usable_device_says_how_to_get_clang(clang, tmp_path):
+  done = subprocess.run([sys.executable, train.__file__], cwd=tmp_path, env={**os.environ, "CC": clang, "DEV": "CPU"}, capture_output=True, text=True)
+  assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "pip install '.[cpu]'" in done.stderr
+  assert not list(tmp_path.iterdir())
 
 def test_help_lists_every_key(capsys):
   assert train.main(["--help"]) == 0
@@ -526,6 +539,9 @@ def test_help_lists_every_key(capsys):
   for f in (*dataclasses.fields(train.Run), *dataclasses.fields(atlas.Config)): assert f"  {f.name}=" in shown
 
 def test_explicit_keys_win_over_size_over_preset_in_any_order():
+  words = ["dim=32", "size=170m", "preset=titans", "vocab=256", "steps=0"]
+  configs = [train.resolve(*train.parse(order)).cfg for order in (words, words[::-1])]
+  assert configs[0] == configs[1] == atlas.preset("titans", "170m", dim=32, vocab=256)
   assert atlas.preset("titans").window == 1 and atlas.preset("atlas").muon_every == 4 and atlas.preset("titans", window=3).window == 3
   assert atlas.preset("atlas", chunk=6).muon_every == 2 and atlas.preset("atlas", chunk=5).muon_every == 1
   assert atlas.preset("titans", "170m").dim == 768 and atlas.preset("titans", "170m", dim=64).dim == 64
@@ -553,12 +569,17 @@ def test_a_run_stops_cleanly_resumes_bit_for_bit_samples_and_evaluates(tmp_path,
   assert a.keys() == b.keys() and all(a[n].numpy().tobytes() == b[n].numpy().tobytes() for n in a)
   assert rows(tmp_path / "a") == rows(tmp_path / "b") and len(rows(tmp_path / "a")) == 6
 
+  newest = train.checkpoints(tmp_path / "b")[-1]
+  newest.write_bytes(newest.read_bytes()[:-5])
   capsys.readouterr()
+  assert train.main([*run, f"out={tmp_path / 'b'}", "resume=1"]) == 2 and f"{newest.name} is not a checkpoint" in last_error(capsys)
+  assert train.main(["mode=eval", "data=/nowhere", f"out={tmp_path / 'b'}"]) == 2 and "data=/nowhere" in last_error(capsys)      # data comes first
+
   said = []
-  for prompt in ("ab", "ab", "cb"):
-    assert train.main(["mode=sample", f"out={tmp_path / 'a'}", f"prompt={prompt}", "tokens=12", "seed=4"]) == 0
-    said.append(capsys.readouterr().out.split("---\n", 1)[1].split("\n---")[0][2:])
-  assert said[0] == said[1] != said[2], "the prompt before its last token is not read"
+  for seed in (4, 4, 5):
+    assert train.main(["mode=sample", f"out={tmp_path / 'a'}", "prompt=ab", "tokens=12", f"seed={seed}"]) == 0
+    said.append(capsys.readouterr().out.split("---\n", 1)[1].split("\n---")[0])
+  assert said[0] == said[1] != said[2] and said[0].startswith("ab")
   assert train.main(["mode=eval", f"out={tmp_path / 'a'}", text, "tokens=320"]) == 0
   shown = capsys.readouterr().out
   assert re.search(r"validation loss \d\.\d+ nats, \d\.\d+ bits per byte", shown) and "beyond, to 32" in shown
@@ -571,26 +592,31 @@ def test_a_run_stops_cleanly_resumes_bit_for_bit_samples_and_evaluates(tmp_path,
     assert train.main([*words, "resume=1", text, f"out={tmp_path / 'a'}"]) == 2 and message in last_error(capsys)
   assert train.main([*run, f"out={tmp_path / 'n'}", "dim=24", f"init_from={train.checkpoints(tmp_path / 'a')[-1]}"]) == 2
   assert "has shape" in last_error(capsys) and not (tmp_path / "n").exists()
+  assert train.main([*run, f"out={tmp_path / 'n'}", "steps=0", f"init_from={train.checkpoints(tmp_path / 'a')[-1]}"]) == 0
+  capsys.readouterr()
   assert train.main([*run, f"out={tmp_path / 'a'}", "steps=1"]) == 0 and (tmp_path / "a.1" / "log.csv").exists()      # a fresh run loses nothing
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, text, capsys):
-  run = [*TINY, text, "preset=gated_deltanet", "steps=9", "batch=2", "length=16", "save_every=1", "lr=1e30", "warmup=0"]
-  run.append(f"out={tmp_path / 'o'}")
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, text, capsys, monkeypatch):
+  """The step whose loss is not finite is named; the checkpoint whose weights gave that loss goes, the one before stays and is good."""
+  monkeypatch.setattr(train, "rate", lambda run, step: 1e-3 if step < 3 else 1e30)
+  run = [*TINY, text, "preset=gated_deltanet", "steps=9", "batch=2", "length=16", "save_every=1", "eval_every=0", f"out={tmp_path / 'o'}"]
   assert train.main(run) == 1
   message = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line.startswith("error")]
-  step = int(re.findall(r"at step (\d+) is not finite", message[0])[0])
-  assert len(message) == 1 and train.read_meta(train.checkpoints(tmp_path / "o")[-1])["step"] == step - 1
+  step, kept = int(re.findall(r"at step (\d+) is not finite", message[0])[0]), train.checkpoints(tmp_path / "o")[-1]
+  assert len(message) == 1 and step >= 5 and train.read_meta(kept)["step"] == step - 2 and str(kept) in message[0]
+  assert len(rows(tmp_path / "o")) == step               # the header and every step before
 
 def commands():
   """Every command of the README that runs this project's files."""
   blocks = re.findall(r"```bash\n(.*?)```", (Path(__file__).parent / "README.md").read_text(), re.DOTALL)
-  return [line for block in blocks for line in block.splitlines() if line.startswith(("python ", ".venv/bin/python "))]
+  return [line for block in blocks for line in block.splitlines() if line.startswith("python ")]
 
 def test_the_readmes_commands_are_accepted(tmp_path, monkeypatch, capsys):
+  shutil.copy(Path(__file__).parent / "README.md", tmp_path)
   monkeypatch.chdir(tmp_path)
   assert len(commands()) > 5
   for line in commands():
     _, file, *words = shlex.split(line, comments=True)
-    if file != "train.py": continue
+    assert file == "train.py"
     code = train.main([*words, "steps=0"])
     assert code == 0 or "has no checkpoint" in last_error(capsys), line

@@ -30,18 +30,19 @@ class Run:
   seed: int = 0                 # of the initial weights, the batches and the sample
   steps: int = 200              # optimizer steps; 0 checks everything and stops
   batch: int = 4                # sequences in a step
-  length: int = 128             # tokens of a sequence; eval reads twice as many
+  length: int = 128             # tokens of a sequence; eval looks as far again beyond
   lr: float = 0.012             # peak learning rate: linear warm-up, then cosine down to a tenth
   warmup: int = 20              # steps of warm-up
   weight_decay: float = 0.1     # of matrices; norms, gates, biases and embeddings have none
-  clip: float = 1.0             # largest global norm of the gradient
+  clip: float = 1.0             # largest global norm of the gradient (0: any)
   save_every: int = 50          # steps between checkpoints (0: at the end only); the last two are kept
-  eval_every: int = 0           # steps between validations (0: at the end only)
+  eval_every: int = 200         # steps between validations, and one at the end (0: never)
   prompt: str = ""              # sample: text to continue (empty: "def "); comma-separated ids with token files (empty: 0)
-  tokens: int = 0               # sample: tokens to generate (0: 200); eval: validation tokens to read (0: 65,536)
+  tokens: int = 0               # sample: tokens to generate (0: 200); eval: validation tokens to read (0: 65,536, as training does)
   temperature: float = 0.8      # sample: 0 takes the likeliest token
   top_k: int = 40               # sample: choose among that many (0: all)
 
+VALIDATION_TOKENS = 65_536
 MODES = ("train", "sample", "eval", "params")
 LEAST = {"batch": 1, "length": 1}                      # every other number of Run is at least 0
 FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "prompt", "tokens", "temperature", "top_k"}
@@ -79,7 +80,9 @@ def check_run(run:Run) -> None:
       raise ValueError(f"{f.name}={x} must be {LEAST.get(f.name, 0)} or more: its default is {f.default}")
 
 def check_device() -> None:
-  try: Device[Device.DEFAULT]
+  """Compiles and runs one small kernel, past the caches: a device may open and still have no compiler."""
+  try:
+    with Context(CACHELEVEL=0): assert (Tensor([1, 2, 3]) * 2 + 1).tolist() == [3, 5, 7]
   except Exception as e:                                 # whatever a driver throws, the user needs the same advice
     reason = (str(e).splitlines() or [type(e).__name__])[0][:120]
     raise ValueError(f"no usable tinygrad device ({reason}): for the CPU install clang (pip install '.[cpu]' or apt-get install clang), "
@@ -87,10 +90,12 @@ def check_device() -> None:
 
 def check_out(out:Path) -> None:
   """Raises ValueError unless files can be written into out, without writing any."""
-  if out.resolve() == Path.cwd(): raise ValueError(f"out={out} is the working folder, where an earlier run could not be moved aside: name another")
+  if out.resolve() in (Path.cwd(), *Path.cwd().parents):
+    raise ValueError(f"out={out} holds the working folder, so an earlier run could not be moved aside: name a folder of its own")
   there = next(p for p in (out, *out.absolute().parents) if p.exists())
   if not there.is_dir(): raise ValueError(f"out={out} cannot be a folder, {there} is a file: give another out")
-  if not os.access(there, os.W_OK | os.X_OK): raise ValueError(f"out={out} is not writable: give another out, or change the rights of {there}")
+  for folder in {there, out.absolute().parent} if used(out) else {there}:
+    if not os.access(folder, os.W_OK | os.X_OK): raise ValueError(f"out={out} is not writable: give another out, or change the rights of {folder}")
 
 def usage() -> str:
   """Every key with its default and meaning, from the comments beside the fields."""
@@ -109,6 +114,8 @@ def usage() -> str:
 
 def checkpoints(out:Path) -> list[Path]: return sorted(out.glob("step_*.safetensors"))
 
+def used(out:Path) -> bool: return bool(checkpoints(out)) or (out / "log.csv").exists()
+
 def save(out:Path, step:int, tensors:dict[str, Tensor], meta:dict) -> None:
   """Writes out/step_NNNNNNNN.safetensors under a temporary name, syncs, renames; keeps the last two."""
   path = out / f"step_{step:08d}.safetensors"
@@ -121,8 +128,9 @@ def save(out:Path, step:int, tensors:dict[str, Tensor], meta:dict) -> None:
 def read_meta(path:Path) -> dict:
   """What a checkpoint says of itself: step, config, run, text.  ValueError for anything but a checkpoint of this project."""
   try:
-    meta = safe_load_metadata(path)[2]["__metadata__"]
-    assert meta["format"] == FORMAT
+    _, start, table = safe_load_metadata(path)
+    meta = table.pop("__metadata__")
+    assert meta["format"] == FORMAT and path.stat().st_size == start + max(row["data_offsets"][1] for row in table.values())
     return {"step": int(meta["step"]), **{k: json.loads(meta[k]) for k in ("config", "run", "text")}}
   except Exception: raise ValueError(f"{path} is not a checkpoint of this project, or is damaged: move it away or name another") from None
 
@@ -130,6 +138,7 @@ def read_weights(path:Path, cfg:atlas.Config) -> dict[str, Tensor]:
   """A checkpoint's slow weights by flat name, checked against the settings' shapes."""
   tensors = safe_load(path)
   found = {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}
+  if extra := found.keys() - atlas.layout(cfg).keys(): raise ValueError(f"{path} has a weight {min(extra)} that the settings do not ask for")
   for name, (shape, _) in atlas.layout(cfg).items():
     if name not in found: raise ValueError(f"{path} has no weight {name}: it was made with other settings")
     if found[name].shape != shape:
@@ -156,8 +165,8 @@ def rate(run:Run, step:int) -> float:
   return run.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
 
 def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:float) -> Callable:
-  """x, y (batch,length) -> loss (nats), gradient norm before clipping, mean memory step; jitted.  The learning rate is read from the optimizer's
-  buffers, so it may change from step to step."""
+  """x, y (batch,length) -> loss (nats), gradient norm before clipping (clip: its largest value, 0: any), mean memory step; jitted.  The learning
+  rate is read from the optimizer's buffers, so it may change from step to step."""
   weights = list(get_state_dict(params).values())
   @TinyJit
   def step(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,7 +174,7 @@ def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:
     loss = atlas.cross_entropy(logits, y)
     grads = [g.contiguous() for g in loss.gradient(*weights)]
     norm = Tensor.stack(*[g.square().sum() for g in grads]).sum().sqrt()
-    for w, g in zip(weights, grads): w.grad = g * (clip / (norm + 1e-6)).minimum(1.0)
+    for w, g in zip(weights, grads): w.grad = g * (clip / (norm + 1e-6)).minimum(1.0) if clip else g
     Tensor.realize(loss, norm, eta, *optimizer.schedule_step())
     return loss, norm, eta
   return step
@@ -217,39 +226,46 @@ class Stop:
 LOG = ("step", "tokens", "loss", "val_bpb", "lr", "grad_norm", "eta", "tok_s", "seconds")
 
 def open_log(out:Path, step:int):
-  """out/log.csv, ready for the row after `step`; rows after a restored step are dropped."""
+  """out/log.csv, ready for the row after `step`, and the seconds that its last row has; rows after a restored step are dropped."""
   path = out / "log.csv"
   kept = list(csv.reader(path.open()))[1:] if step and path.exists() else []
   file = path.open("w", newline="")
   writer = csv.writer(file)
-  writer.writerows([LOG, *[row for row in kept if row and row[0].isdigit() and int(row[0]) <= step]])
-  return file, writer
+  kept = [row for row in kept if len(row) == len(LOG) and row[0].isdigit() and int(row[0]) <= step]
+  writer.writerows([LOG, *kept])
+  return file, writer, float(kept[-1][-1]) if kept else 0.0
 
-def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band:bool) -> int:
+def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band:bool, stop:Stop) -> int:
   """Trains from `start` (a checkpoint) or from scratch; saves, validates, samples.  Returns the exit code."""
   out, step = Path(run.out), read_meta(start)["step"] if start else 0
   params = atlas.unflatten(read_weights(start, cfg)) if start else atlas.init(cfg, run.seed)
-  if run.init_from and not start: params = atlas.unflatten(read_weights(Path(run.init_from), cfg))
+  if run.init_from and not start: params = atlas.unflatten(read_weights(Path(run.init_from).expanduser(), cfg))
   flat = get_state_dict(params)
   optimizer = optimizer_for(flat, run.weight_decay)
   if start:
     saved = safe_load(start)
     for name, t in optimizer_state(optimizer).items(): t.assign(Tensor(saved[name].numpy())).realize()
-  if not start and checkpoints(out) + list(out.glob("log.csv")):
+  if not start and used(out):
     n = next(n for n in range(1, sys.maxsize) if not Path(f"{out}.{n}").exists())
     out.rename(f"{out}.{n}")
     print(f"moved the earlier run to {out}.{n}")
   out.mkdir(parents=True, exist_ok=True)
   meta = {"config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": {"is_bytes": text.is_bytes, "digest": text.digest}}
   def save_now(): save(out, step, {f"weights.{n}": p for n, p in flat.items()} | optimizer_state(optimizer), meta)
+  def not_finite(what:str, bad:int) -> int:
+    """The weights after step `bad` gave a loss or gradient that is not finite: their checkpoint, if this run wrote one, is no good."""
+    if bad > first: (out / f"step_{bad:08d}.safetensors").unlink(missing_ok=True)
+    left = checkpoints(out)
+    print(f"error: {what} is not finite; {f'the last good checkpoint is {left[-1]}' if left else 'no good checkpoint was saved'}: lower lr or clip",
+          file=sys.stderr)
+    return 1
 
-  train_step, per_step = training_step(params, cfg, optimizer, run.clip), run.batch * run.length
-  unit, validate = "byte" if text.is_bytes else "token", evaluator(params, cfg, text.val, run.batch, run.length)
-  began = time.perf_counter()
-  log, writer = open_log(out, step)
-  first, saved_at = step, step if start else -1
+  train_step, per_step, first = training_step(params, cfg, optimizer, run.clip), run.batch * run.length, step
+  unit, validate, curve = "byte" if text.is_bytes else "token", evaluator(params, cfg, text.val, run.batch, run.length), None
+  log, writer, before = open_log(out, step)
+  began, saved_at = time.perf_counter(), step if start else -1
   print("compiling: the first two steps take a minute or so, and the time left is known after the third")
-  with Context(TRAINING=1), Stop() as stop, log, tqdm(total=run.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1) as bar:
+  with Context(TRAINING=1), log, tqdm(total=run.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1) as bar:
     while step < run.steps and not stop.asked:
       tick = time.perf_counter()
       lr = rate(run, step)
@@ -258,18 +274,16 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
       loss, norm, eta = [float(t.item()) for t in train_step(*map(Tensor, data.batch(text.train, run.batch, run.length, run.seed, step)))]
       step += 1
       if not (math.isfinite(loss) and math.isfinite(norm)):
-        last = f"the last good checkpoint is {checkpoints(out)[-1]}" if checkpoints(out) else "no checkpoint was saved before it"
         bar.close()
-        print(f"error: loss {loss} (gradient norm {norm}) at step {step} is not finite; {last}: lower lr or clip", file=sys.stderr)
-        return 1
+        return not_finite(f"loss {loss} (gradient norm {norm}) at step {step}", step - 1)
       seconds = time.perf_counter() - tick
       if step == first + 3:                                # the first step compiles and the second is captured; this one is replayed
         bar.write(f"compiled in {time.perf_counter() - began - seconds:.0f} s: {GlobalCounters.kernel_count:,} kernels and "
                   f"{GlobalCounters.global_ops / 1e9:.2f} GFLOP a step, {per_step / seconds:.0f} tokens/s")
-      due = run.eval_every and step % run.eval_every == 0
-      val = f"{validate(16_384).mean():.6f}" if due else ""
-      writer.writerow([step, step * per_step, f"{loss:.6f}", val, f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}", f"{per_step / seconds:.1f}",
-                       f"{time.perf_counter() - began:.2f}"])
+      due = run.eval_every and (step % run.eval_every == 0 or step == run.steps)
+      curve = validate(VALIDATION_TOKENS) if due else None
+      writer.writerow([step, step * per_step, f"{loss:.6f}", "" if curve is None else f"{curve.mean():.6f}", f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}",
+                       f"{per_step / seconds:.1f}", f"{before + time.perf_counter() - began:.2f}"])
       log.flush()
       bar.update()
       bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{unit}, memory step {eta:.4f}, {seconds * 1e3:.0f} ms, "
@@ -278,16 +292,17 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
         save_now()
         saved_at = step
     if saved_at != step: save_now()
-  if stop.asked:
+  if stop.asked and step < run.steps:
     print(f"stopped at step {step}, saved: continue with resume=1")
     return 0
 
-  curve = validate(65_536)
-  print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
-  print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
-  sample(run, cfg, params, text.is_bytes)
+  if curve is not None:
+    if not np.isfinite(curve).all(): return not_finite(f"the validation loss after step {step}", step)
+    print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
+    print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
+  if not stop.asked: sample(run, cfg, params, text.is_bytes)
   print(f"{time.perf_counter() - began:.0f} s in all; checkpoint: {checkpoints(out)[-1]}")
-  if check_band and not BAND[0] <= curve.mean() <= BAND[1]:
+  if check_band and curve is not None and not BAND[0] <= curve.mean() <= BAND[1]:
     print(f"error: {curve.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", file=sys.stderr)
     return 1
   return 0
@@ -295,15 +310,17 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
 # *** sampling ***
 
 def prompt_ids(run:Run, cfg:atlas.Config, is_bytes:bool) -> list[int]:
-  return data.encode(run.prompt or ("def " if is_bytes else "0"), is_bytes, cfg.vocab)
+  default = "def " if is_bytes and cfg.vocab > ord("f") else "\0" if is_bytes else "0"
+  return data.encode(run.prompt or default, is_bytes, cfg.vocab)
 
 def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
   """Prints a continuation of run.prompt.  The state streams: memory does not grow with the length, but for full attention's keys."""
   rng, ids = np.random.default_rng(run.seed), prompt_ids(run, cfg, is_bytes)
+  known = min(256, cfg.vocab) if is_bytes else cfg.vocab    # a vocabulary may be larger than there are bytes
   def one_token(): return TinyJit(lambda token, state: atlas.forward(params, cfg, token, state))
   print(f"--- sample, temperature {run.temperature}, seed {run.seed} ---")
   logits, state = atlas.forward(params, cfg, Tensor([ids]))
-  scores = logits[0, -1].numpy()
+  scores = logits[0, -1, :known].numpy()
   Tensor.realize(*state.values())
   step, room, shown, times = one_token(), atlas.room(cfg, state), list(ids), []
   print(data.decode(shown, is_bytes), end="", flush=True)
@@ -321,10 +338,10 @@ def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
     elif (complete := data.decode(pending, True)) and (complete[-1] != "\ufffd" or len(pending) > 3):
       print(complete, end="", flush=True)
       pending = []
-    if room is not None and len(shown) >= room: step = one_token()       # the cache is full: this step, not jitted, doubles it
+    if room is not None and len(shown) > room: step = one_token()        # the cache is full: this step, not jitted, doubles it
     tick = time.perf_counter()
     logits, state = step(Tensor([[token]]), state)
-    scores = logits[0, -1].numpy()
+    scores = logits[0, -1, :known].numpy()
     room = atlas.room(cfg, state)
     times.append(time.perf_counter() - tick)
   speed = f"{1 / np.median(times[3:]):.0f} tokens/s" if len(times) > 3 else "too short to time"
@@ -332,12 +349,12 @@ def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
 
 # *** the commands ***
 
-def show_params() -> None:
-  """Parameters of every size and preset by part; nothing is allocated."""
-  for size in atlas.SIZES:
-    print(f"{size}: " + ", ".join(f"{k}={v}" for k, v in atlas.SIZES[size].items()))
-    for name in atlas.PRESETS:
-      count = atlas.parts(atlas.preset(name, size))
+def show_params(own:dict, model:dict) -> None:
+  """Parameters by part of every size and preset, or of those given, with the model's settings that were given; nothing is allocated."""
+  for size in [own["size"]] if "size" in own else atlas.SIZES:
+    print(f"{size}: " + ", ".join(f"{k}={v}" for k, v in (atlas.SIZES[size] | model).items()))
+    for name in [own["preset"]] if "preset" in own else atlas.PRESETS:
+      count = atlas.parts(atlas.preset(name, size, **model))
       print(f"  {name:17s} {count['total']:14,d} = " + " + ".join(f"{n:,} {part}" for part, n in count.items() if part != "total"))
 
 def describe(run:Run, cfg:atlas.Config, text:data.Text|None) -> None:
@@ -349,68 +366,95 @@ def describe(run:Run, cfg:atlas.Config, text:data.Text|None) -> None:
   print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens on {Device.DEFAULT}")
   if text: print(f"text: {text.name}, {len(text.train):,} tokens to train on, {len(text.val):,} to validate (sha256 {text.digest[:16]})")
 
-def resolve(argv:list[str]) -> tuple[Run, atlas.Config, data.Text|None, Path|None, bool]:
-  """Everything that can be wrong is found here, in this order: syntax, keys, types, combinations, device, data, checkpoint, out."""
-  own, model = parse(argv)
+@dataclass
+class Job:
+  """A command line that was found to be sound."""
+  run: Run
+  cfg: atlas.Config
+  text: data.Text|None
+  start: Path|None              # the checkpoint to continue, sample or evaluate
+  check_band: bool
+
+def resolve(own:dict, model:dict) -> Job:
+  """Everything that can be wrong is found here or in parse, in this order: syntax, keys, types, combinations, device, data, checkpoint, out."""
   run = Run(**own)
   check_run(run)
-  cfg = atlas.preset(run.preset, run.size, **model)      # combinations
+  if run.mode in ("sample", "eval") and run.init_from: raise ValueError(f"init_from={run.init_from} is for training: name a folder with out=")
+  out, reads_text = Path(run.out).expanduser(), run.mode in ("train", "eval")
+  run = dataclasses.replace(run, out=str(out))
+  found = checkpoints(out) if run.mode in ("sample", "eval") or run.resume else []
+  if not found: cfg = atlas.preset(run.preset, run.size, **model)             # with a checkpoint, its settings count
   check_device()
-  start = None
-  if run.mode in ("sample", "eval") or run.resume:
-    found = checkpoints(Path(run.out))
-    if not found and run.mode in ("sample", "eval"): raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
-    if found: run, cfg, start = from_checkpoint(found[-1], run, own, model)
-  text = None if run.mode in ("sample", "params") else data.load(run.data, cfg.vocab, run.length * (2 if run.mode == "eval" else 1))
-  if start: read_weights(start, cfg)
-  if text or start: prompt_ids(run, cfg, text.is_bytes if text else read_meta(start)["text"]["is_bytes"])   # type: ignore[arg-type]
-  if run.init_from:
-    if not Path(run.init_from).is_file(): raise ValueError(f"init_from={run.init_from} does not exist: name a .safetensors checkpoint")
-    read_meta(Path(run.init_from))
-    read_weights(Path(run.init_from), cfg)
-  if run.mode == "train": check_out(Path(run.out))
-  return run, cfg, text, start, run.mode == "train" and not start and not (set(own) | set(model)) - QUIET
+  if reads_text and "data" in own: data.read(run.data)
+  if found: run, cfg = from_checkpoint(found[-1], run, own, model)
+  elif run.mode in ("sample", "eval"): raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
+  text, start = data.load(run.data, cfg.vocab, run.length) if reads_text else None, found[-1] if found else None
+  if text and not text.is_bytes and not start and "vocab" not in atlas.SIZES[run.size] | model:
+    raise ValueError(f"data={run.data} holds token ids: give vocab=, the number of tokens of its tokenizer")
+  is_bytes = text.is_bytes if text else True
+  if start:
+    read_weights(start, cfg)
+    saved = read_meta(start)["text"]
+    is_bytes = saved["is_bytes"]
+    if text and run.mode == "train" and saved["digest"] != text.digest:
+      raise ValueError(f"data={run.data} has changed since {start} was written (sha256 {text.digest[:16]}, was {saved['digest'][:16]}): "
+                       f"give the same text, or init_from={start} to go on with another")
+  prompt_ids(run, cfg, is_bytes)
+  if run.init_from and not start:
+    if not (path := Path(run.init_from).expanduser()).is_file(): raise ValueError(f"init_from={path} does not exist: name a .safetensors checkpoint")
+    read_meta(path)
+    read_weights(path, cfg)
+  if run.mode == "train": check_out(out)
+  return Job(run, cfg, text, start, run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET)
 
-def from_checkpoint(path:Path, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config, Path]:
+def from_checkpoint(path:Path, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
   meta = read_meta(path)
-  fixed = FREE | ({"data", "batch", "length", "seed"} if run.mode != "train" else set())
+  free = FREE if run.mode == "train" else FREE | {"data", "batch", "seed"}
   for key, x in (own | model).items():
-    if key not in fixed and (was := (meta["run"] | meta["config"]).get(key)) != x:
+    if key not in free and (was := (meta["run"] | meta["config"]).get(key)) != x:
       raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={was}: leave {key} out, or train anew in another out")
-  now = {k: getattr(run, k) for k in FREE if k != "steps"} | own
-  try: return Run(**meta["run"] | now), atlas.Config(**meta["config"]), path
+  now = {"mode", "out", "resume", "init_from"} | (set() if run.mode == "train" else {"prompt", "tokens", "temperature", "top_k", "seed"})
+  try: return Run(**meta["run"] | own | {k: getattr(run, k) for k in now}), atlas.Config(**meta["config"])
   except TypeError: raise ValueError(f"{path} has settings that this version does not know: use the version that made it") from None
+
+def evaluate(run:Run, cfg:atlas.Config, params:dict, text:data.Text, start:Path) -> None:
+  """Prints the validation loss by position in the context, and beyond the trained length where the text is long enough."""
+  reach = min(2 * run.length, len(text.val) - 1)
+  curve = evaluator(params, cfg, text.val, run.batch, reach)(run.tokens or VALIDATION_TOKENS)
+  trained, beyond, unit = curve[:run.length], curve[run.length:], "byte" if text.is_bytes else "token"
+  print(f"{start}: validation loss {trained.mean() * math.log(2):.4f} nats, {trained.mean():.4f} bits per {unit}")
+  for name, bits in quarters(trained): print(f"  {name} of {run.length}: {bits:.4f}")
+  if len(beyond): print(f"  beyond, to {reach}: {beyond.mean():.4f}")
 
 def main(argv:list[str]) -> int:
   """Runs a command line in this process.  Exit code: 0 done, 1 loss not finite or band missed, 2 the user's input."""
   if {"--help", "-h", "help"} & set(argv):
     print(usage())
     return 0
-  try: run, cfg, text, start, check_band = resolve(argv)
+  try:
+    own, model = parse(argv)
+    job = resolve(own, model)
+    run, cfg = job.run, job.cfg
+    if run.mode == "params": show_params(own, model)
   except ValueError as e:
     print(f"error: {e}", file=sys.stderr)
     return 2
-  if run.mode == "params":
-    show_params()
-    return 0
-  if run.mode == "train":
-    describe(run, cfg, text)
-    if run.steps == 0: return 0
-    assert text is not None
-    try: return train(run, cfg, text, start, check_band)
-    except KeyboardInterrupt:
-      print(f"\nstopped at once: resume=1 continues from the newest checkpoint in {run.out}, if there is one", file=sys.stderr)
-      return 1
-  assert start is not None
-  params = atlas.unflatten(read_weights(start, cfg))
-  if run.mode == "sample": sample(run, cfg, params, read_meta(start)["text"]["is_bytes"])
-  elif text is not None:
-    curve = evaluator(params, cfg, text.val, run.batch, 2 * run.length)(run.tokens or 65_536)
-    unit = "byte" if text.is_bytes else "token"
-    print(f"{start}: validation loss {curve[:run.length].mean() * math.log(2):.4f} nats, {curve[:run.length].mean():.4f} bits per {unit}")
-    for name, bits in quarters(curve[:run.length]): print(f"  {name} of {run.length}: {bits:.4f}")
-    print(f"  beyond, to {2 * run.length}: {curve[run.length:].mean():.4f}")
+  except OSError as e:
+    print(f"error: {e.filename or 'a file'} cannot be used ({e.strerror}): give another path", file=sys.stderr)
+    return 2
+  if run.mode == "train": describe(run, cfg, job.text)
+  if run.mode == "params" or run.steps == 0: return 0
+  try:
+    if run.mode == "train" and job.text:
+      with Stop() as stop: return train(run, cfg, job.text, job.start, job.check_band, stop)
+    assert job.start is not None
+    params = atlas.unflatten(read_weights(job.start, cfg))
+    if job.text: evaluate(run, cfg, params, job.text, job.start)
+    else: sample(run, cfg, params, read_meta(job.start)["text"]["is_bytes"])
+  except KeyboardInterrupt:
+    print("\nstopped at once" + (": resume=1 continues from the newest checkpoint" if run.mode == "train" else ""), file=sys.stderr)
+    return 1
   return 0
 
 if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
