@@ -31,7 +31,7 @@ class Run:
   steps: int = 200              # optimizer steps; 0 checks everything and stops
   batch: int = 4                # sequences in a step
   length: int = 128             # tokens of a sequence; eval looks as far again beyond
-  lr: float = 0.012             # peak learning rate: linear warm-up, then cosine down to a tenth
+  lr: float = 0.008             # peak learning rate: linear warm-up, then cosine down to a tenth
   warmup: int = 20              # steps of warm-up
   weight_decay: float = 0.1     # of matrices; norms, gates, biases and embeddings have none
   clip: float = 1.0             # largest global norm of the gradient (0: any)
