@@ -2,7 +2,7 @@
 
 Without `data=`, the text is Python's own standard library: every machine that runs this has it, offline.  The last tenth is for validation."""
 from __future__ import annotations
-import hashlib, sysconfig
+import hashlib, os, sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
@@ -45,7 +45,7 @@ def read(spec:str) -> tuple[np.ndarray, bool]:
   ValueError, in one line with the fix, for what is missing, empty or cut short."""
   if spec == "python": return np.frombuffer(python_source(), dtype=np.uint8), True
   try:
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if not path.exists(): raise ValueError(f"data={spec} does not exist: give a file, a folder, or leave it out for Python's own source")
     if path.is_file():
       if path.stat().st_size == 0: raise ValueError(f"data={spec} is empty: give a file with text in it")
@@ -53,8 +53,7 @@ def read(spec:str) -> tuple[np.ndarray, bool]:
     files = sorted((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.relative_to(path).as_posix())
     if shards := [p for p in files if p.suffix == ".bin"]: raise ValueError(f"data={spec} holds token files: name one, data={shards[0]} for example")
     tokens = np.frombuffer(b"".join(p.read_bytes() for p in files), dtype=np.uint8)
-  except (OSError, RuntimeError) as e:                   # RuntimeError: ~ of an unknown user
-    raise ValueError(f"data={spec} cannot be read ({getattr(e, 'strerror', None) or e}): give another path") from None
+  except OSError as e: raise ValueError(f"data={spec} cannot be read ({e.strerror}): give another path") from None
   if not len(tokens): raise ValueError(f"data={spec} holds no text: give a folder with files in it")
   return tokens, True
 
@@ -100,6 +99,3 @@ def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
     except ValueError: raise ValueError(f"prompt={text!r}: this model reads token ids: give them as 15,7,32") from None
   if bad := [i for i in ids if not 0 <= i < vocab]: raise ValueError(f"prompt={text!r} has token {bad[0]}, outside vocab={vocab}: leave it out")
   return ids
-
-def decode(ids:list[int], is_bytes:bool) -> str:
-  return bytes(ids).decode(errors="replace") if is_bytes else ",".join(map(str, ids))

@@ -22,9 +22,10 @@ def record(what:str, error:float) -> float:
   return error
 
 @pytest.fixture(scope="session", autouse=True)
-def report():
+def report(request):
   yield
-  print("\nworst relative errors: " + ", ".join(f"{what} {error:.1e}" for what, error in worst.items()))
+  lines = "worst relative errors: " + ", ".join(f"{what} {error:.1e}" for what, error in worst.items())
+  request.config.pluginmanager.getplugin("terminalreporter").write_line("\n" + lines)
 
 # *** the oracle: one head, one token after the other, every weight of every token written out ***
 

@@ -2,10 +2,10 @@
 
 With no arguments it trains the small `atlas` preset on the source text of Python's own library and lets it speak."""
 from __future__ import annotations
-import csv, dataclasses, json, math, os, signal, sys, time
+import codecs, csv, dataclasses, json, math, os, signal, sys, time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NamedTuple
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.helpers import GlobalCounters
@@ -52,27 +52,22 @@ QUIET = FREE - {"steps", "init_from"}                  # keys that leave the res
 
 def parse(argv:list[str]) -> tuple[dict, dict]:
   """key=value words -> the Run keys and the Config keys that were given, as their types.  ValueError in one line."""
-  pairs = []
   for word in argv:
     if "=" not in word.lstrip("="): raise ValueError(f"{word!r} is not key=value: write {word.lstrip('-') or 'steps'}=... (--help lists the keys)")
-    pairs.append(word.split("=", 1))
+  pairs = [word.split("=", 1) for word in argv]
   fields = {f.name: (f, cls) for cls in (atlas.Config, Run) for f in dataclasses.fields(cls)}
   for key, _ in pairs:
     if key not in fields: raise ValueError(f"{key} is not a setting{atlas.near(key, fields)}")
-  given: dict = {Run: {}, atlas.Config: {}}
-  for key, word in pairs:
-    field, cls = fields[key]
-    given[cls][key] = _value(key, word, type(field.default))
-  return given[Run], given[atlas.Config]
+  own, model = [{key: value(key, word, type(fields[key][0].default)) for key, word in pairs if fields[key][1] is cls} for cls in (Run, atlas.Config)]
+  return own, model
 
-def _value(key:str, word:str, kind:type):
+def value(key:str, word:str, kind:type):
   try:
     if kind is bool: return {"1": True, "true": True, "0": False, "false": False}[word.lower()]
     return kind(word)
   except (ValueError, KeyError): raise ValueError(f"{key}={word!r} is not {atlas.KINDS[kind]}") from None
 
 def check_run(run:Run) -> None:
-  """Types and ranges of the command's settings.  ValueError in one line."""
   if run.mode not in MODES: raise ValueError(f"mode={run.mode!r} is unknown{atlas.near(run.mode, MODES)}")
   for f in dataclasses.fields(run):
     x = getattr(run, f.name)
@@ -145,6 +140,8 @@ def read_weights(path:Path, cfg:atlas.Config) -> dict[str, Tensor]:
       raise ValueError(f"{path}: {name} has shape {found[name].shape}, the settings ask for {shape}: give the settings it was made with")
   return {n: Tensor(found[n].numpy()).realize() for n in atlas.layout(cfg)}
 
+def identity(text:data.Text) -> dict: return {"is_bytes": text.is_bytes, "tokens": len(text.train) + len(text.val), "val_sha256": text.digest}
+
 # *** training ***
 
 def optimizer_for(flat:dict[str, Tensor], weight_decay:float) -> OptimizerGroup:
@@ -165,8 +162,7 @@ def rate(run:Run, step:int) -> float:
   return run.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
 
 def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:float) -> Callable:
-  """x, y (batch,length) -> loss (nats), gradient norm before clipping (clip: its largest value, 0: any), mean memory step; jitted.  The learning
-  rate is read from the optimizer's buffers, so it may change from step to step."""
+  """A jitted x, y (batch,length) -> loss (nats), gradient norm before clipping (0: none), mean memory step.  The learning rate is in a buffer."""
   weights = list(get_state_dict(params).values())
   @TinyJit
   def step(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,10 +200,8 @@ def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
   token: float = 12 * cfg.dim + 6 * round(cfg.mlp_ratio * cfg.dim) + 6 * cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
   if cfg.mixer == "attention": token += 3 * cfg.heads * length
   else:
-    shapes = atlas.memory_shapes(cfg).values()
-    rows = 1 + (cfg.window - 1) / cfg.chunk              # tokens of a chunk with its halo
-    token += sum(h * (4 * rows * (o + i) + 4 * o * i / cfg.chunk) for h, o, i in shapes)
-    if cfg.optimizer == "muon": token += sum(3 * h * o * i / cfg.muon_every for h, o, i in shapes)
+    rows, steps = 1 + (cfg.window - 1) / cfg.chunk, 3 / cfg.muon_every if cfg.optimizer == "muon" else 0   # of a chunk with its halo; Muon's S, U
+    token += sum(h * (4 * rows * (o + i) + (4 / cfg.chunk + steps) * o * i) for h, o, i in atlas.memory_shapes(cfg).values())
   return weights + 4 * batch * length * (cfg.layers * token + 4 * cfg.vocab)
 
 class Stop:
@@ -239,7 +233,7 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
   """Trains from `start` (a checkpoint) or from scratch; saves, validates, samples.  Returns the exit code."""
   out, step = Path(run.out), read_meta(start)["step"] if start else 0
   params = atlas.unflatten(read_weights(start, cfg)) if start else atlas.init(cfg, run.seed)
-  if run.init_from and not start: params = atlas.unflatten(read_weights(Path(run.init_from).expanduser(), cfg))
+  if run.init_from and not start: params = atlas.unflatten(read_weights(Path(os.path.expanduser(run.init_from)), cfg))
   flat = get_state_dict(params)
   optimizer = optimizer_for(flat, run.weight_decay)
   if start:
@@ -250,7 +244,7 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
     out.rename(f"{out}.{n}")
     print(f"moved the earlier run to {out}.{n}")
   out.mkdir(parents=True, exist_ok=True)
-  meta = {"config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": {"is_bytes": text.is_bytes, "digest": text.digest}}
+  meta = {"config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": identity(text)}
   def save_now(): save(out, step, {f"weights.{n}": p for n, p in flat.items()} | optimizer_state(optimizer), meta)
   def not_finite(what:str, bad:int) -> int:
     """The weights after step `bad` gave a loss or gradient that is not finite: their checkpoint, if this run wrote one, is no good."""
@@ -318,61 +312,56 @@ def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
   rng, ids = np.random.default_rng(run.seed), prompt_ids(run, cfg, is_bytes)
   known = min(256, cfg.vocab) if is_bytes else cfg.vocab    # a vocabulary may be larger than there are bytes
   def one_token(): return TinyJit(lambda token, state: atlas.forward(params, cfg, token, state))
+  text = codecs.getincrementaldecoder("utf-8")(errors="replace")           # holds back the bytes of a character that is not complete yet
+  def show(new, comma=","): print(text.decode(bytes(new)) if is_bytes else comma + ",".join(map(str, new)), end="", flush=True)
   print(f"--- sample, temperature {run.temperature}, seed {run.seed} ---")
   logits, state = atlas.forward(params, cfg, Tensor([ids]))
   scores = logits[0, -1, :known].numpy()
   Tensor.realize(*state.values())
-  step, room, shown, times = one_token(), atlas.room(cfg, state), list(ids), []
-  print(data.decode(shown, is_bytes), end="", flush=True)
-  pending: list[int] = []                                # bytes of a character that is not complete yet
+  step, room, seen, times = one_token(), atlas.room(cfg, state), len(ids), []
+  show(ids, "")
   for _ in range(run.tokens or 200):
     if run.temperature == 0: token = int(scores.argmax())
     else:
-      scores = scores.astype(np.float64) / run.temperature
+      scores = (scores.astype(np.float64) - scores.max()) / run.temperature
       if 0 < run.top_k < len(scores): scores[scores < np.sort(scores)[-run.top_k]] = -np.inf
-      p = np.exp(scores - scores.max())
-      token = int(rng.choice(len(p), p=p / p.sum()))
-    shown.append(token)
-    pending.append(token)
-    if not is_bytes: print(f",{token}", end="", flush=True)
-    elif (complete := data.decode(pending, True)) and (complete[-1] != "\ufffd" or len(pending) > 3):
-      print(complete, end="", flush=True)
-      pending = []
-    if room is not None and len(shown) > room: step = one_token()        # the cache is full: this step, not jitted, doubles it
+      token = int(rng.choice(len(scores), p=np.exp(scores) / np.exp(scores).sum()))
+    show([token])
+    seen += 1
+    if room is not None and seen > room: step = one_token()                # the cache is full: this step, not jitted, doubles it
     tick = time.perf_counter()
     logits, state = step(Tensor([[token]]), state)
-    scores = logits[0, -1, :known].numpy()
-    room = atlas.room(cfg, state)
+    scores, room = logits[0, -1, :known].numpy(), atlas.room(cfg, state)
     times.append(time.perf_counter() - tick)
   speed = f"{1 / np.median(times[3:]):.0f} tokens/s" if len(times) > 3 else "too short to time"
   print(f"\n--- {len(times)} tokens, {speed} ---")
 
 # *** the commands ***
 
+def parts_line(cfg:atlas.Config) -> str:
+  count = atlas.parts(cfg)
+  return f"{count['total']:14,d} = " + " + ".join(f"{n:,} {part}" for part, n in count.items() if part != "total")
+
 def show_params(own:dict, model:dict) -> None:
   """Parameters by part of every size and preset, or of those given, with the model's settings that were given; nothing is allocated."""
   for size in [own["size"]] if "size" in own else atlas.SIZES:
     print(f"{size}: " + ", ".join(f"{k}={v}" for k, v in (atlas.SIZES[size] | model).items()))
-    for name in [own["preset"]] if "preset" in own else atlas.PRESETS:
-      count = atlas.parts(atlas.preset(name, size, **model))
-      print(f"  {name:17s} {count['total']:14,d} = " + " + ".join(f"{n:,} {part}" for part, n in count.items() if part != "total"))
+    for name in [own["preset"]] if "preset" in own else atlas.PRESETS: print(f"  {name:17s} {parts_line(atlas.preset(name, size, **model))}")
 
 def describe(run:Run, cfg:atlas.Config, text:data.Text|None) -> None:
   """The resolved configuration, the parameters by part, and an estimate of memory."""
   print("settings: " + " ".join(f"{k}={v}" for k, v in (dataclasses.asdict(run) | dataclasses.asdict(cfg)).items() if v != ""))
-  count = atlas.parts(cfg)
-  print(f"parameters: {count['total']:,} = " + " + ".join(f"{n:,} {part}" for part, n in count.items() if part != "total"))
+  print(f"parameters: {parts_line(cfg).strip()}")
   megabytes = memory_estimate(cfg, run.batch, run.length) / 1e6
   print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens on {Device.DEFAULT}")
   if text: print(f"text: {text.name}, {len(text.train):,} tokens to train on, {len(text.val):,} to validate (sha256 {text.digest[:16]})")
 
-@dataclass
-class Job:
-  """A command line that was found to be sound."""
+class Job(NamedTuple):
+  """A command line that was found to be sound; start: the checkpoint to continue, sample or evaluate."""
   run: Run
   cfg: atlas.Config
   text: data.Text|None
-  start: Path|None              # the checkpoint to continue, sample or evaluate
+  start: Path|None
   check_band: bool
 
 def resolve(own:dict, model:dict) -> Job:
@@ -380,7 +369,7 @@ def resolve(own:dict, model:dict) -> Job:
   run = Run(**own)
   check_run(run)
   if run.mode in ("sample", "eval") and run.init_from: raise ValueError(f"init_from={run.init_from} is for training: name a folder with out=")
-  out, reads_text = Path(run.out).expanduser(), run.mode in ("train", "eval")
+  out, reads_text = Path(os.path.expanduser(run.out)), run.mode in ("train", "eval")
   run = dataclasses.replace(run, out=str(out))
   found = checkpoints(out) if run.mode in ("sample", "eval") or run.resume else []
   if not found: cfg = atlas.preset(run.preset, run.size, **model)             # with a checkpoint, its settings count
@@ -396,12 +385,12 @@ def resolve(own:dict, model:dict) -> Job:
     read_weights(start, cfg)
     saved = read_meta(start)["text"]
     is_bytes = saved["is_bytes"]
-    if text and run.mode == "train" and saved["digest"] != text.digest:
-      raise ValueError(f"data={run.data} has changed since {start} was written (sha256 {text.digest[:16]}, was {saved['digest'][:16]}): "
-                       f"give the same text, or init_from={start} to go on with another")
+    if text and run.mode == "train" and saved != identity(text):
+      raise ValueError(f"data={run.data} has changed since {start} was written: give the same text, or init_from={start} to go on with another")
   prompt_ids(run, cfg, is_bytes)
   if run.init_from and not start:
-    if not (path := Path(run.init_from).expanduser()).is_file(): raise ValueError(f"init_from={path} does not exist: name a .safetensors checkpoint")
+    path = Path(os.path.expanduser(run.init_from))
+    if not path.is_file(): raise ValueError(f"init_from={path} does not exist: name a .safetensors checkpoint")
     read_meta(path)
     read_weights(path, cfg)
   if run.mode == "train": check_out(out)
@@ -427,6 +416,8 @@ def evaluate(run:Run, cfg:atlas.Config, params:dict, text:data.Text, start:Path)
   for name, bits in quarters(trained): print(f"  {name} of {run.length}: {bits:.4f}")
   if len(beyond): print(f"  beyond, to {reach}: {beyond.mean():.4f}")
 
+def said(e:Exception): return f"{e.filename} cannot be used ({e.strerror}): give another path" if isinstance(e, OSError) else e
+
 def main(argv:list[str]) -> int:
   """Runs a command line in this process.  Exit code: 0 done, 1 loss not finite or band missed, 2 the user's input."""
   if {"--help", "-h", "help"} & set(argv):
@@ -437,11 +428,8 @@ def main(argv:list[str]) -> int:
     job = resolve(own, model)
     run, cfg = job.run, job.cfg
     if run.mode == "params": show_params(own, model)
-  except ValueError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 2
-  except OSError as e:
-    print(f"error: {e.filename or 'a file'} cannot be used ({e.strerror}): give another path", file=sys.stderr)
+  except (ValueError, OSError) as e:
+    print("error:", said(e), file=sys.stderr)
     return 2
   if run.mode == "train": describe(run, cfg, job.text)
   if run.mode == "params" or run.steps == 0: return 0
@@ -452,6 +440,9 @@ def main(argv:list[str]) -> int:
     params = atlas.unflatten(read_weights(job.start, cfg))
     if job.text: evaluate(run, cfg, params, job.text, job.start)
     else: sample(run, cfg, params, read_meta(job.start)["text"]["is_bytes"])
+  except OSError as e:                                   # a full disk, a folder taken away
+    print("error:", said(e), file=sys.stderr)
+    return 1
   except KeyboardInterrupt:
     print("\nstopped at once" + (": resume=1 continues from the newest checkpoint" if run.mode == "train" else ""), file=sys.stderr)
     return 1
