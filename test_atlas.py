@@ -24,8 +24,8 @@ def record(what:str, error:float) -> float:
 @pytest.fixture(scope="session", autouse=True)
 def report(request):
   yield
-  lines = "worst relative errors: " + ", ".join(f"{what} {error:.1e}" for what, error in worst.items())
-  request.config.pluginmanager.getplugin("terminalreporter").write_line("\n" + lines)
+  with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+    print("\nworst relative errors: " + ", ".join(f"{what} {error:.1e}" for what, error in worst.items()))
 
 # *** the oracle: one head, one token after the other, every weight of every token written out ***
 

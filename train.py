@@ -108,7 +108,6 @@ def usage() -> str:
 # *** checkpoints: one safetensors file each ***
 
 def checkpoints(out:Path) -> list[Path]: return sorted(out.glob("step_*.safetensors"))
-
 def used(out:Path) -> bool: return bool(checkpoints(out)) or (out / "log.csv").exists()
 
 def save(out:Path, step:int, tensors:dict[str, Tensor], meta:dict) -> None:
