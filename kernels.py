@@ -253,8 +253,8 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   border, since the position cannot be read there, and gives NaN elsewhere."""
   (B, H, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
-  known = 0 if state is None else read_position(state)
-  phase = 0 if T == 1 or known is None else known % b
+  known = 0 if state is None or T == 1 else read_position(state)
+  phase = 0 if known is None else known % b
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
   # Rows: the call is padded to whole chunks of `size` tokens, `front` before it and `back` behind.  With chunk=4, a call of 6 tokens at position 7
@@ -284,8 +284,9 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   queries = chunked(q).contiguous()
   y = outputs(cfg, M_starts, S_starts, kept, phi(cfg, queries, weights.get("a")).contiguous(), queries, a, C)
   y = y.reshape(B, H, N * size, v.shape[-1])[:, :, front:front + T]
-  if known is None and T > 1: y = (position % b == 0).where(y, math.nan)
-  if T > 1: base = {n: z.clone() for n, z in base.items()}                              # it may be the caller's own M, which a jit cannot return
+  if known is None: y = (position % b == 0).where(y, math.nan)
+  # clones: the base may be the caller's own M and the tail the caller's own keys, which a jit must not return
+  if T > 1: base = {n: z.clone() for n, z in base.items()}
   after = {"position": (position + T).clone(), **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
-  if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:].contiguous() for n, z in stream.items()}
+  if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:].clone() for n, z in stream.items()}
   return y, after

@@ -123,10 +123,12 @@ def from_case(case): return rule(**{k: v for k, v in case.items() if k != "step"
 def label(case): return "-".join(map(str, case.values()))
 
 def check_case(case, **sizes):
+  """Newton-Schulz amplifies the rounding of small singular values, up to 3.4445^5 = 480 times."""
   cfg = from_case(case)
   W, x = problem(cfg, **sizes)
   y, _ = kernels.memory(cfg, tensors(W), *tensors(x).values())
-  assert record("memory against the oracle", relative(y.numpy(), by_oracle(cfg, W, x))) < 1e-4
+  error, exact = relative(y.numpy(), by_oracle(cfg, W, x)), cfg.optimizer == "gd"
+  assert record(f"memory against the oracle, {'gradient steps' if exact else 'Muon'}", error) < (1e-5 if exact else 1e-4)
 
 PAIRWISE = list(covering())
 
@@ -142,6 +144,18 @@ def test_memory_is_the_definition_in_every_combination(case): check_case(case, B
 @pytest.mark.parametrize("T,dv", [(1, 3), (4, 4), (9, 2)])
 def test_memory_takes_any_length_and_value_size(T, dv):
   check_case(dict(memory="mlp", features="poly", loss="l2", step="momentum", window=3, chunk=4), B=2, T=T, dv=dv)
+
+def test_a_jitted_step_of_the_memory_itself_streams():
+  cfg = rule(memory="linear", window=2, chunk=3)
+  W, x = problem(cfg)
+  weights, ys = tensors(W), []
+  state: Any = None
+  step = TinyJit(lambda state, *z: kernels.memory(cfg, weights, *z, state=state))
+  for t in range(10):
+    z = tensors({n: x[n][:, :, t:t + 1] for n in NAMES}).values()
+    y, state = kernels.memory(cfg, weights, *z) if t == 0 else step(state, *z)
+    ys.append(y.numpy())
+  assert relative(np.concatenate(ys, 2), by_oracle(cfg, W, x)) < 1e-5
 
 def test_features_come_by_degree_then_combination():
   x = np.random.default_rng(0).normal(size=(2, 4))
