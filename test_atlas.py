@@ -150,7 +150,7 @@ def test_a_jitted_step_of_the_memory_itself_streams():
   W, x = problem(cfg)
   weights, ys = tensors(W), []
   state: Any = None
-  step = TinyJit(lambda state, *z: kernels.memory(cfg, weights, *z, state=state))
+  step = TinyJit(lambda state, *z: kernels.memory(cfg, weights, **dict(zip(NAMES, z)), state=state))
   for t in range(10):
     z = tensors({n: x[n][:, :, t:t + 1] for n in NAMES}).values()
     y, state = kernels.memory(cfg, weights, *z) if t == 0 else step(state, *z)
