@@ -373,7 +373,7 @@ def resolve(own:dict, model:dict) -> Job:
   found = checkpoints(out) if run.mode in ("sample", "eval") or run.resume else []
   if not found: cfg = atlas.preset(run.preset, run.size, **model)             # with a checkpoint, its settings count
   check_device()
-  if reads_text and "data" in own: data.read(run.data)
+  if "data" in own and (run.mode == "eval" or run.mode == "train" and found): data.read(run.data)   # a fault in it comes before the checkpoint's
   if found: run, cfg = from_checkpoint(found[-1], run, own, model)
   elif run.mode in ("sample", "eval"): raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
   text, start = data.load(run.data, cfg.vocab, run.length) if reads_text else None, found[-1] if found else None
