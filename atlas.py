@@ -26,7 +26,7 @@ import kernels
 # *** settings ***
 
 CHOICES = {"mixer": ("memory", "attention"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly"), "loss": ("l2", "dot"),
-           "optimizer": ("gd", "muon"), "backend": ("auto", "ops")}
+           "optimizer": ("gd", "muon"), "backend": ("auto", "ops", "fused")}
 LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0}                                  # every other whole number is at least 1
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Config:
   conv: int = 4               # length of the causal convolution on q, k, v (0: none)
   attn_window: int = 0        # attention sees that many tokens (0: all)
   mlp_ratio: float = 2.0      # hidden size of the SwiGLU MLP, in units of dim
-  backend: str = "auto"       # form of the recurrence: auto | ops
+  backend: str = "auto"       # form of the recurrence: ops (stock tensor operations) | fused (one kernel) | auto (the faster)
 
   def __post_init__(self):
     for f in dataclasses.fields(self):
@@ -208,7 +208,7 @@ def init(cfg:Config, seed:int=0) -> dict:
 
 def linear(x:Tensor, w:Tensor) -> Tensor:
   """x (...,in) @ w (out,in)^T.  Input and incoming gradient are stored first, or the scheduler computes them anew inside every product."""
-  return (x.contiguous() @ w.transpose()).contiguous_backward()
+  return kernels.matmul(x.contiguous(), w, yt=True).contiguous_backward()
 
 def rms_norm(x:Tensor, weight:Tensor) -> Tensor: return (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight).contiguous()
 
@@ -293,8 +293,9 @@ def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tens
   else: turn = cos[at:at + T], sin[at:at + T]
   seen = column <= row
   if w: seen = seen * (column > row - w) * (column >= (0 if state is None else w - position))
-  scores = ((rotate(q, *turn) * d ** -0.5) @ rotate(k, cos, sin).transpose(-1, -2)).contiguous()                 # (B,H,T,L)
-  y = seen.where(scores, -math.inf).softmax(-1).contiguous() @ v                                                 # (B,H,T,value_dim)
+  # scores and probabilities are stored, or the backward pass computes them anew inside its products
+  scores = kernels.matmul((rotate(q, *turn) * d ** -0.5).contiguous(), rotate(k, cos, sin), yt=True)             # (B,H,T,L)
+  y = kernels.matmul(seen.where(scores, -math.inf).softmax(-1).contiguous(), v).contiguous_backward()            # (B,H,T,value_dim)
   if isinstance(at, Tensor): y = (position < L).where(y, math.nan)
   return linear(y.transpose(1, 2).reshape(B, T, -1), p["out"]), after, Tensor(0.0)
 

@@ -16,13 +16,18 @@ Axes: B batch, H heads, T tokens, N chunks, b tokens of a chunk, E = those and t
 d key size, D features, o and i the rows and columns of a weight matrix.
 """
 from __future__ import annotations
-import functools, itertools, math, os, shutil, sys
+import contextlib, functools, itertools, math, os, shutil, sys
 from pathlib import Path
-from typing import cast
+from typing import Any, Callable, NamedTuple, cast
 import numpy as np
-from tinygrad import Tensor, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.codegen import to_program
+from tinygrad.dtype import AddrSpace
 from tinygrad.engine.jit import JitError
 from tinygrad.function import function
+from tinygrad.mixin.gradient import compute_gradient
+from tinygrad.renderer import Estimates
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 # tinygrad's CPU device calls clang; the `cpu` extra puts one beside this Python, a folder that PATH holds only in an activated environment
 if "CC" not in os.environ and shutil.which("clang") is None and (clang := Path(sys.executable).parent / "clang").exists():
@@ -41,46 +46,51 @@ def feature_size(d:int, features:str, degree:int) -> int:
   return D
 
 @functools.cache
-def _monomials(d:int, degree:int, device:str) -> tuple[list[Tensor], Tensor, Tensor]:
-  """Selectors and constants of the monomials of degree <= p: column n of the j-th selector picks the j-th factor of monomial n
-  from [x, 1]; scale[n] is the square root of its multinomial coefficient; order (degree+1, D) is one-hot in its degree."""
+def _monomials(d:int, degree:int, device:str) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+  """The monomials of degree <= p as products of `degree` elements of [x, 1]: their places (degree * D) and, the same as matrices, one-hot
+  selectors (d+1,D); the square roots of their multinomial coefficients (D); their degrees, one-hot (degree+1,D)."""
   factors = [c + (d,) * (degree - p) for p in range(degree + 1) for c in itertools.combinations_with_replacement(range(d), p)]
-  orders = np.array([sum(i < d for i in f) for f in factors])
+  orders = [sum(i < d for i in f) for f in factors]
   multinomial = [math.factorial(o) / math.prod(math.factorial(f.count(i)) for i in set(f) - {d}) for f, o in zip(factors, orders)]
-  eye = np.eye(d + 1, dtype=np.float32)
-  selectors = [Tensor(np.ascontiguousarray(eye[:, [f[j] for f in factors]]), device=device).realize() for j in range(degree)]
-  order = np.ascontiguousarray(np.eye(degree + 1, dtype=np.float32)[:, orders])
-  return selectors, Tensor(np.sqrt(multinomial).astype(np.float32), device=device).realize(), Tensor(order, device=device).realize()
+  places, eye = np.array(factors, np.int32).T, np.eye(max(d, degree) + 1, dtype=np.float32)
+  def tensor(x) -> Tensor: return Tensor(np.ascontiguousarray(x), device=device).realize()
+  return (tensor(places.reshape(-1)), [tensor(eye[:d + 1, row]) for row in places], tensor(np.sqrt(multinomial).astype(np.float32)),
+          tensor(eye[:degree + 1, orders]))
+
+def _scales(d:int, degree:int, a:Tensor) -> Tensor:
+  """The factor of each monomial, (D).  The root of a has gradient 0 at a = 0, where its slope is infinite."""
+  _, _, multinomial, order = _monomials(d, degree, cast(str, a.device))
+  return multinomial * ((a > 0).where((a > 0).where(a, 1).sqrt(), 0) @ order)
 
 def phi(cfg, x:Tensor, a:Tensor|None) -> Tensor:
   """The features of a key or query (Eq. 17-18): x (...,d) -> (...,D).
 
   `poly`: all monomials of degree <= cfg.degree, by degree, then combinations_with_replacement, scaled so that
-  phi(x).phi(y) = sum_i a[i] (x.y)^i.  The root of a has gradient 0 at a = 0, where its slope is infinite."""
+  phi(x).phi(y) = sum_i a[i] (x.y)^i."""
   if cfg.features == "identity": return x
   assert a is not None
-  selectors, scale, order = _monomials(x.shape[-1], cfg.degree, x.device)
-  root = (a > 0).where((a > 0).where(a, 1).sqrt(), 0)
+  d = cast(int, x.shape[-1])
   x1 = x.pad((*[None] * (x.ndim - 1), (0, 1)), value=1.0).contiguous()       # [x, 1]: lower degrees take the 1 for a factor
-  return functools.reduce(Tensor.mul, [(x1 @ s).contiguous() for s in selectors]) * (scale * (root @ order))
+  selectors = _monomials(d, cfg.degree, cast(str, x.device))[1]
+  return functools.reduce(Tensor.mul, [(x1 @ s).contiguous() for s in selectors]) * _scales(d, cfg.degree, a)
 
-# *** the memory and the gradient of its loss ***
+# *** the memory and the gradient of its loss: for Tensors, and for the matrices inside a kernel (below), which have the same operators ***
 
-def _gelu(z:Tensor) -> tuple[Tensor, Tensor]:
+def _gelu(z:Any) -> tuple[Any, Any]:
   """gelu in its tanh form, and its derivative."""
   s = (2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z ** 3)).sigmoid()
   return z * s, s + z * s * (1 - s) * (2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z))
 
-def apply(cfg, read, x:Tensor, raw:Tensor) -> Tensor:
+def apply(cfg, read, x:Any, raw:Any) -> Any:
   """M(x): `read(name, x)` multiplies x (...,i) by the weight matrix of that name -> (...,o).  raw: the un-lifted key or query, added
   when its size is the value's."""
   if cfg.memory == "linear": return read("W", x)
-  h = _gelu(read("W2", x))[0]
+  h = _gelu(read("W2", x).contiguous())[0]
   if cfg.memory == "gated": h = h * read("W3", x)
   y = read("W1", h.contiguous())
   return y + raw if raw.shape[-1] == y.shape[-1] else y
 
-def gradients(cfg, W:dict[str, Tensor], x:Tensor, k:Tensor, v:Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def gradients(cfg, W:dict[str, Any], x:Any, k:Any, v:Any) -> dict[str, tuple[Any, Any]]:
   """grad loss(M; k, v) at every token, as factors (u, x) with gradient u x^T, per weight matrix.
   W (B,H,o,i), x = phi(k) (B,H,E,D), k (B,H,E,d), v (B,H,E,value_dim) -> u (B,H,E,o), x (B,H,E,i)."""
   def error(y): return y - v if cfg.loss == "l2" else -v
@@ -97,26 +107,33 @@ def gradients(cfg, W:dict[str, Tensor], x:Tensor, k:Tensor, v:Tensor) -> dict[st
 
 # *** Newton-Schulz ***
 
-def newton_schulz(S:Tensor, steps:int) -> Tensor:
+def _eye(x:Any) -> Any:
+  return Tensor.eye(x.shape[-2]) if isinstance(x, Tensor) else Matrix(x.k, (x.shape[0], x.shape[0]), (), lambda i, j: i.eq(j).where(1.0, 0.0))
+
+def _iterate(steps:int, body:Callable, *carry:Any) -> tuple:
+  """carry = body(*carry), `steps` times: unrolled for Tensors, a loop inside a kernel."""
+  if not isinstance(carry[0], Tensor) and steps: return carry[0].k.iterate(steps, body, carry)
+  for _ in range(steps): carry = tuple(x.contiguous() for x in body(*carry))
+  return carry
+
+def newton_schulz(S:Any, steps:int) -> Any:
   """Muon's U (Eq. 32): S (...,o,i) with its singular values brought near 1 by an odd polynomial, applied `steps` times.
 
   X_0 = S / sqrt(|S|^2 + 1e-14) keeps value and gradient finite at S = 0.  All iterates are p(A) X_0 with A = X_0 X_0^T, and
   polynomials of one matrix commute: where the sides differ enough to pay, only the small p and A are iterated."""
   if S.shape[-2] > S.shape[-1]: return newton_schulz(S.transpose(-1, -2).contiguous(), steps).transpose(-1, -2)
   a, b, c = NS_COEFFICIENTS
+  def polynomial(A): return (a * _eye(A) + b * A + c * (A @ A)).contiguous()
+  def gram(X): return (X @ X.transpose(-1, -2)).contiguous()
   X = (S * (S.square().sum((-1, -2), keepdim=True) + 1e-14).rsqrt()).contiguous()
-  A, eye = (X @ X.transpose(-1, -2)).contiguous(), Tensor.eye(cast(int, S.shape[-2]))
-  if S.shape[-1] < 1.5 * S.shape[-2]:                                        # nearly square: iterate X itself
-    for step in range(steps):
-      if step: A = (X @ X.transpose(-1, -2)).contiguous()
-      X = (a * X + (b * A + c * (A @ A)).contiguous() @ X).contiguous()
-    return X
-  p: Tensor|None = None
-  for step in range(steps):
-    q = (a * eye + b * A + c * (A @ A)).contiguous()
-    p = q if p is None else (q @ p).contiguous()
-    if step < steps - 1: A = (q @ (q @ A).contiguous()).contiguous()
-  return X if p is None else p @ X
+  if S.shape[-1] < 1.5 * S.shape[-2]: return _iterate(steps, lambda X: (polynomial(gram(X)) @ X,), X)[0]       # nearly square: iterate X
+  if steps == 0: return X
+  def step(A, q, p):
+    A = (q @ (q @ A).contiguous()).contiguous()
+    q = polynomial(A)
+    return A, q, q @ p
+  q = polynomial(A := gram(X))
+  return _iterate(steps - 1, step, A, q, q)[2] @ X
 
 # *** the coefficients of a chunk ***
 
@@ -199,7 +216,6 @@ def state_pass(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:T
     M, S, out = dict(zip(names, out)), dict(zip(S, out[len(M):])), out[len(M) + len(S):]
     kept.append(out)
   def stacked(parts): return [z[0].unsqueeze(2) if N == 1 else Tensor.stack(*z, dim=2).contiguous() for z in zip(*parts)]
-  if N > 1: M, S = [{n: z.clone() for n, z in state.items()} for state in (M, S)]        # a jit may reuse the outputs of a compiled call
   first, sources = stacked(starts), stacked(kept)
   per = len(sources) // len(names)
   return base, M, S, dict(zip(names, first)), dict(zip(S, first[len(M):])), {n: sources[i * per:(i + 1) * per] for i, n in enumerate(names)}
@@ -222,6 +238,622 @@ def outputs(cfg, M:dict, S:dict, kept:dict, r:Tensor, q:Tensor, a:Tensor, C:Tens
     return y - (C.unsqueeze(-1) * steps).sum(-2)
   return apply(cfg, read, r, q)
 
+def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
+           b:int, every:int) -> tuple[Tensor, dict, dict, dict]:
+  """The recurrence over whole chunks of b tokens in stock tensor operations: large products over all chunks, but for the sequential pass.
+  k, v (B,H,T,.), or (B,H,window-1+T,.) with the tokens before the first; a Muon step at every `every`-th token; M, S, base (B,H,out,in), or
+  (H,out,in) where the batch shares them.  Returns y (B,H,T,value_dim) and the last chunk's base, the last M and the last S."""
+  B, H, T, _ = cast(tuple[int, ...], q.shape)
+  reach = b + cfg.window - 1
+  E = reach if b == 1 else _to_multiple(reach, 8)          # multiples of 8 tile well
+  base, M, S = [{n: w if w.ndim == 4 else w.unsqueeze(0).expand(B, *w.shape).contiguous() for n, w in part.items()} for part in (base, M, S)]
+  def chunked(z): return z.reshape(B, H, T // b, b, *z.shape[3:])
+  alphas, C, P = coefficients(cfg, E, every, *map(chunked, (alpha, theta, eta, gamma)))
+  keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous().contiguous_backward()
+                  for z in (k, v)]                         # each chunk behind its halo: (B,H,N,E,.)
+  last = (alphas[..., -1], C[..., -1, :], P[..., -1, :] if cfg.optimizer == "gd" else P)
+  base, M, S, M_starts, S_starts, kept = state_pass(cfg, base, M, S, phi(cfg, keys, a).contiguous(), keys, values, *last)
+  queries = chunked(q).contiguous()
+  y = outputs(cfg, M_starts, S_starts, kept, phi(cfg, queries, a).contiguous(), queries, alphas, C)
+  return y.reshape(B, H, T, v.shape[-1]), base, M, S
+
+# *** matrices inside a kernel ***
+
+@functools.cache
+def _symbol(name:str) -> UOp: return UOp.variable(name, -1.0, 1.0, dtypes.float)
+_I, _J = UOp.variable("i", 0, 1 << 24), UOp.variable("j", 0, 1 << 24)
+
+def _put(u:UOp, known:dict[UOp, UOp]) -> UOp:
+  """u with its symbols replaced; what replaces them may lie deep inside other loops, and is not looked into."""
+  if u not in known: known[u] = u.replace(src=tuple(_put(s, known) for s in u.src)) if u.src else u
+  return known[u]
+
+def _divisor(n:int, *liked:int) -> int:
+  return next((s for s in liked if n % s == 0), max(s for s in range(1, max(liked) + 1) if n % s == 0))
+
+def _constant(x:float) -> UOp: return UOp.const(x, dtypes.float)
+
+class Matrix:
+  """An expression: element (i, j) is f(i, j, *elements (i, j) of the stored matrices `leaves`); a leaf of one row or column repeats it."""
+  def __init__(self, k:Kernel, shape:tuple[int, int], leaves:tuple[Stored, ...], f:Any): self.k, self.shape, self.leaves, self.f = k, shape, leaves, f
+  def map(self, op:Callable, *others:Any) -> Matrix:
+    """op on every element, and on those of the others, matrices or numbers."""
+    parts = [x.stored() if isinstance(x, Product) else x if isinstance(x, Matrix) else Matrix(self.k, (1, 1), (), lambda i, j, x=x: x)
+             for x in (self, *others)]
+    leaves = tuple(dict.fromkeys(leaf for p in parts for leaf in p.leaves))
+    places = [[leaves.index(leaf) for leaf in p.leaves] for p in parts]
+    def f(i, j, *x): return op(*[p.f(i, j, *[x[n] for n in at]) for p, at in zip(parts, places)])
+    return Matrix(self.k, (max(p.shape[0] for p in parts), max(p.shape[1] for p in parts)), leaves, f)
+  def __add__(self, o): return o + self if isinstance(o, Product) else self.map(lambda a, b: a + b, o)
+  def __sub__(self, o): return -o + self if isinstance(o, Product) else self.map(lambda a, b: a - b, o)
+  def __mul__(self, o): return self.map(lambda a, b: a * b, o)
+  def __neg__(self): return self * -1.0
+  def __radd__(self, o): return self + o
+  def __rsub__(self, o): return -self + o
+  def __rmul__(self, o): return self * o
+  def __pow__(self, n:int): return self.map(lambda a: functools.reduce(lambda x, y: x * y, [a] * n))
+  def __matmul__(self, o:Matrix): return Product(self.k, self.stored(), o.stored())
+  def square(self): return self ** 2
+  def rsqrt(self): return self.map(lambda a: 1 / a.sqrt())
+  def sigmoid(self): return self.k.sigmoid(self)
+  def sum(self, *_, **__): return self.k.sum(self)
+  def transpose(self, *_): return self.stored().transpose()
+  def contiguous(self): return self.stored()
+  def stored(self) -> Stored: return self.k.assign(self.k.new(self.shape, self.leaves), self)
+  def flip(self): return Matrix(self.k, self.shape[::-1], tuple(m.transpose() for m in self.leaves), lambda i, j, *x: self.f(j, i, *x))
+
+class Product(Matrix):
+  """start + scale x y, computed where it is first needed: added terms are where its sums start."""
+  def __init__(self, k:Kernel, x:Stored, y:Stored, start:Matrix|None=None, scale:float=1.0):
+    super().__init__(k, (x.shape[0], y.shape[1]), (), None)
+    self.x, self.y, self.start, self.scale = x, y, start, scale
+    self.place:Stored|None = None
+  def __add__(self, o):
+    if isinstance(o, Product): o = o.stored()
+    return Product(self.k, self.x, self.y, o if self.start is None else self.start + o, self.scale)
+  def __sub__(self, o): return self + -o
+  def __mul__(self, o):
+    return Product(self.k, self.x, self.y, self.start and self.start * o, self.scale * o) if isinstance(o, float) else self.stored() * o
+  def stored(self) -> Stored:
+    if self.place is None:                                 # column by column where that saves copying the larger factor
+      tall = self.y.cols != 1 and self.shape[0] > 1 and (self.x.rows == 1 or self.x.shape[0] < self.y.shape[1])
+      self.place = self.k.assign(self.k.new(self.shape[::-1]).transpose() if tall else self.k.new(self.shape), self)
+    return self.place
+
+class Stored(Matrix):
+  """Element (i, j) lies at start + i rows + j cols of a buffer (None: its value is not wanted); its gradient, if it has one, in `grad`."""
+  def __init__(self, k:Kernel, buffer:UOp|None, shape:tuple[int, int], start:Any, rows:int, cols:int=1, grad:Stored|None=None, row:Any=None):
+    super().__init__(k, shape, (self,), lambda i, j, x: x)
+    self.buffer, self.start, self.rows, self.cols, self.grad, self.row = buffer, start, rows, cols, grad, row
+    self.tall = cols != 1 == rows                          # columns lie along memory
+  def at(self, i, j):
+    i, j = 0 if self.shape[0] == 1 else i, 0 if self.shape[1] == 1 else j
+    return self.start + (self.row(i) if self.row else i) * self.rows + j * self.cols
+  def view(self, shape:tuple[int, int], start:Any, rows:int, cols:int) -> Stored:
+    """Other rows and columns of the same memory, and of its gradient."""
+    return self.k.memo((self, shape, start, rows, cols), lambda: Stored(
+      self.k, self.buffer, shape, self.start + start, rows, cols, self.grad and self.grad.view(shape, start, rows, cols)))
+  def transpose(self, *_): return self.view(self.shape[::-1], 0, self.cols, self.rows)
+  def block(self, i:Any, R:int, j:int=0, C:int|None=None) -> Stored:
+    return self.view((R, self.shape[1] if C is None else C), i * self.rows + j * self.cols, self.rows, self.cols)
+  def stored(self): return self
+
+class Kernel:
+  """Loop nests in program order: each waits for the one before.
+
+  The nests: fill, each (elementwise), add (elementwise, onto what is there), gather (a sum), product.  Statements are made of them (assign, sigmoid,
+  sum, scan), and each puts its adjoint, nests again, on the tape.  So the backward pass of a recurrence is its own tape in reverse:
+    Z = expression       dleaf += dexpression/dleaf * dZ, summed where the leaf repeats
+    Z = start + s X Y    dX += s dZ Y^T,  dY += s X^T dZ,  dstart += dZ
+    loop, with a carry   the loop in reverse, from what every turn has kept"""
+  def __init__(self, values:UOp, grads:UOp|None, quiet:bool):
+    self.ids, self.wait, self.tape, self.memos = itertools.count(), cast(tuple[UOp, ...], ()), cast(list|None, None), [cast(dict, {})]
+    self.values, self.grads, self.origin, self.grads_origin, self.used, self.used_grads = values, grads, cast(Any, 0), cast(Any, 0), 0, 0
+    self.quiet, self.keeping, self.times, self.flops = quiet, False, 1, 0      # quiet: only count the memory that is needed
+  def memo(self, key, make:Callable):
+    for known in self.memos:
+      if key in known: return known[key]
+    return self.memos[-1].setdefault(key, make())
+  @contextlib.contextmanager
+  def loop(self, size:int, kind=AxisType.LOOP):
+    if size == 1 or self.quiet:
+      yield UOp.const(0)
+      return
+    r, self.times = UOp.range(size, next(self.ids), kind), self.times * size
+    self.wait = (*self.wait, r)
+    yield r
+    self.wait, self.times = (self.wait[0].end(r),), self.times // size
+  def load(self, m:Stored, i, j, wait=None) -> UOp:
+    assert m.buffer is not None
+    return m.buffer.after(*(self.wait if wait is None else wait))[m.at(i, j)]
+  def store(self, m:Stored, i, j, value:UOp):
+    if not self.quiet and m.buffer is not None: self.wait = (m.buffer.after(*self.wait)[m.at(i, j)].store(value),)
+  def new(self, shape:tuple[int, int], like:tuple=()) -> Stored:
+    """Scratch memory for a matrix, in the order of the one it is made of; with a gradient while there is a tape."""
+    if any(m.shape == shape and m.tall for m in like[:1]): return self.new(shape[::-1]).transpose()
+    size, grad = shape[0] * shape[1], None
+    if self.tape is not None:
+      grad = Stored(self, self.grads, shape, self.grads_origin + self.used_grads, shape[1])
+      self.used_grads += size
+    self.used += size
+    return Stored(self, self.values, shape, self.origin + (self.used - size), shape[1], 1, grad)
+
+  # nests
+  def fill(self, buffer:UOp, start, size:int):
+    if self.quiet: return
+    with self.loop(size) as j: self.store(Stored(self, buffer, (1, size), start, size), 0, j, _constant(0.0))
+  def elements(self, leaves, i, j, wait) -> list[UOp]: return [self.load(m, i, j, wait) for m in leaves]
+  def each(self, out:Stored, f:Callable, leaves):
+    """out[i,j] = f(i, j, elements); the inner loop runs along out's memory."""
+    if self.quiet: return
+    before, tall = self.wait, out.tall
+    with self.loop(out.shape[tall]) as a:
+      with self.loop(out.shape[not tall]) as b:
+        i, j = (b, a) if tall else (a, b)
+        self.store(out, i, j, f(i, j, *self.elements(leaves, i, j, before)))
+  def add(self, outs:list[Stored], fs:list[Callable], leaves, shape:tuple[int, int]):
+    """Every out[i,j] += its f(i, j, elements), over shape; an out of one row or column takes the sum."""
+    if self.quiet: return
+    before, tall = self.wait, leaves[0].tall
+    with self.loop(shape[tall]) as a:
+      with self.loop(shape[not tall]) as b:
+        i, j = (b, a) if tall else (a, b)
+        values = self.elements(leaves, i, j, before)
+        sums = [self.load(out, i, j) + f(i, j, *values) for out, f in zip(outs, fs)]
+        for out, total in zip(outs, sums): self.store(out, i, j, total)
+  def gather(self, out:Stored, f:Callable, leaves, shape:tuple[int, int]):
+    """out[i] += sum_j f(i, j, elements), for every row, or one sum for all when out has one element.  Where the inner loop would add to one place
+    it adds to several side by side, which do not wait for each other."""
+    if self.quiet: return
+    tall = leaves[0].tall and shape[0] > 1
+    if out.shape[1] > 1 or out.shape[0] > 1 and tall: return self.add([out], [f], leaves, shape)
+    if tall: return self.gather(out, lambda i, j, *x: f(j, i, *x), [m.transpose() for m in leaves], shape[::-1])
+    before, n, whole = self.wait, _divisor(shape[1], 16, 8, 4), out.shape[0] == 1
+    lanes, total = self.register(n, n), self.register(1, 0)
+    def clear():
+      with self.loop(n) as l: self.store(lanes, 0, l, _constant(0.0))
+    def finish(i):
+      self.store(total, 0, 0, self.load(out, i, 0))
+      with self.loop(n) as l: self.store(total, 0, 0, self.load(total, 0, 0) + self.load(lanes, 0, l))
+      self.store(out, i, 0, self.load(total, 0, 0))
+    if whole: clear()
+    with self.loop(shape[0]) as i:
+      if not whole: clear()
+      with self.loop(shape[1] // n) as m:
+        with self.loop(n) as l:
+          self.store(lanes, 0, l, self.load(lanes, 0, l) + f(i, m * n + l, *self.elements(leaves, i, m * n + l, before)))
+      if not whole: finish(i)
+    if whole: finish(0)
+  def register(self, n:int, slot:int) -> Stored: return Stored(self, UOp.placeholder((n,), dtypes.float, slot, addrspace=AddrSpace.REG), (1, n), 0, n)
+  def copied(self, m:Stored) -> Stored:
+    def make():
+      tape, self.tape = self.tape, None
+      copy = self.new(m.shape)
+      self.tape = tape
+      self.each(copy, m.f, m.leaves)
+      return copy
+    return self.memo(("copied", m), make)
+  def product(self, out:Stored, x:Stored, y:Stored, start:Matrix|None=None, scale:float=1.0, add:bool=False, large:bool=False):
+    """out = start + scale x y, or out += scale x y.  Tiles of out stay in registers; the inner loop runs along the memory of out and of y.
+    large: what does not fit the caches is read in blocks, a panel of y at a time copied to where it lies together."""
+    if out.tall: out, x, y, start = out.transpose(), y.transpose(), x.transpose(), start and start.flip()
+    (R, C), K = out.shape, x.shape[1]
+    if R == 1 and y.tall and start is None:                # a row times columns that lie along memory: dot products
+      if not add: self.each(out, lambda i, j: _constant(0.0), ())
+      return self.gather(out.transpose(), lambda i, j, a, b: a * b * scale, (y.transpose(), x), (C, K))
+    if y.cols != 1 and C > 1: y = self.copied(y)
+    rm, rn, depth = _divisor(R, 4, 3, 2), _divisor(C, 24, 32, 16, 8), K
+    if large and K > 256: depth = max(n for n in range(1, 257) if K % n == 0)
+    panel = self.new((depth, rn)) if large and R > 16 else None
+    if self.quiet: return
+    self.flops += 2 * R * C * K * self.times
+    tile = [self.register(rn, 100 * (r + 1) + rn) for r in range(rm)]
+    def first(block, i, j, before):
+      if start: return start.f(i, j, *self.elements(start.leaves, i, j, before))
+      return self.load(out, i, j) if add else block.eq(0).where(0.0, self.load(out, i, j)) if depth < K else _constant(0.0)
+    with self.loop(K // depth) as o:
+      with self.loop(C // rn) as c:
+        part = y.block(o * depth, depth, c * rn, rn)
+        if panel: self.each(panel, part.f, (part,))
+        part, before = panel or part, self.wait
+        with self.loop(R // rm) as r:                      # rows apart: those side by side would be loaded as vectors, which compile slowly
+          rows = [r * rm + n if large else n * (R // rm) + r for n in range(rm)]
+          with self.loop(rn) as l:
+            for i, t in zip(rows, tile): self.store(t, 0, l, first(o, i, c * rn + l, before) if scale == 1.0 else _constant(0.0))
+          with self.loop(depth) as n:
+            with self.loop(rn) as l:
+              for i, t in zip(rows, tile):
+                self.store(t, 0, l, self.load(t, 0, l) + self.load(x, i, o * depth + n, before) * self.load(part, n, l, before))
+          with self.loop(rn) as l:
+            for i, t in zip(rows, tile):
+              total = self.load(t, 0, l)
+              self.store(out, i, c * rn + l, total if scale == 1.0 else total * scale + first(o, i, c * rn + l, before))
+
+  # statements
+  def record(self, adjoint:Callable):
+    if self.tape is not None: self.tape.append(adjoint)
+  def spread(self, e:Matrix, g:Stored):
+    """The adjoint of an expression whose gradient is g: adds to the gradient of each of its leaves."""
+    symbols = [_symbol(f"x{n}") for n in range(len(e.leaves))]
+    slopes = compute_gradient(e.f(_I, _J, *symbols), _symbol("g"), set(symbols)) if e.leaves else {}
+    def f(slope): return lambda i, j, *values: _put(slope, dict(zip((_I, _J, _symbol("g"), *symbols), (i, j, *values))))
+    wanted = [(leaf, leaf.grad, f(slopes[x])) for leaf, x in zip(e.leaves, symbols) if leaf.grad is not None and x in slopes]
+    same = [(grad, value) for leaf, grad, value in wanted if leaf.shape == e.shape]
+    if same: self.add([grad for grad, _ in same], [value for _, value in same], (g, *e.leaves), e.shape)
+    for leaf, grad, value in wanted:
+      if leaf.shape != e.shape: self.gather(grad, value, (g, *e.leaves), e.shape)
+  def assign(self, out:Stored, e:Matrix) -> Stored:
+    if out.buffer is not None:
+      if isinstance(e, Product): self.product(out, e.x, e.y, e.start, e.scale)
+      else: self.each(out, e.f, e.leaves)
+    def adjoint():
+      if not isinstance(e, Product): return self.spread(e, out.grad)
+      if e.x.grad: self.product(e.x.grad, out.grad, e.y.transpose(), scale=e.scale, add=True)
+      if e.y.grad: self.product(e.y.grad, e.x.transpose(), out.grad, scale=e.scale, add=True)
+      if e.start: self.spread(e.start, out.grad)
+    self.record(adjoint)
+    return out
+  def sigmoid(self, e:Matrix) -> Stored:
+    """Stored, since its slope is made of it: exp is the dearest of the elementwise operations."""
+    s = self.new(e.shape, e.leaves)
+    self.each(s, lambda i, j, *x: 1 / (1 + (e.f(i, j, *x) * (-1 / math.log(2))).exp2()), e.leaves)
+    def adjoint():
+      self.each(s.grad, lambda i, j, y, g: y * (1 - y) * g, (s, s.grad))
+      self.spread(e, s.grad)
+    self.record(adjoint)
+    return s
+  def sum(self, e:Matrix) -> Stored:
+    out = self.new((1, 1))
+    self.fill(self.values, out.start, 1)
+    self.gather(out, e.f, e.leaves, e.shape)
+    self.record(lambda: self.spread(e, out.grad))
+    return out
+  def backward(self, body:Callable):
+    """body, recorded, and then its adjoints in reverse; the gradients of all that it makes start at zero."""
+    outer, self.tape, first = self.tape, cast(list|None, []), self.used_grads
+    self.memos.append({})
+    body()
+    if self.used_grads > first: self.fill(cast(UOp, self.grads), self.grads_origin + first, self.used_grads - first)
+    tape, self.tape = cast(list, self.tape), outer
+    for adjoint in reversed(tape): adjoint()
+    self.memos.pop()
+  def scan(self, size:int, body:Callable, carry) -> Callable:
+    """body(t, now, then) for every t: reads the matrices `now` (at first: carry) and assigns `then`.  Returns t -> the matrices after t turns.
+    Under a tape all that a turn computes is kept for the adjoint.  (A loop without a carry is only run there: nothing else needs it.)"""
+    stacks = []
+    for m in carry:
+      R, C = m.shape[::-1] if m.tall else m.shape
+      stacks.append((self.new(((size + 1) * R, C)), R, m.tall))
+    def at(t) -> list[Stored]: return [s.block(t * R, R).transpose() if tall else s.block(t * R, R) for s, R, tall in stacks]
+    for s, m in zip(at(0), carry): self.assign(s, m)
+    base, tape, keeping, grads = self.origin + self.used, self.tape, self.keeping, self.used_grads
+    recorded = tape is not None or keeping
+    kept = recorded and len(carry) > 0
+    def turn(t, stride, quiet) -> int:
+      frame = self.origin, self.used, self.quiet
+      self.origin, self.used, self.quiet = base + t * stride, 0, quiet or self.quiet
+      body(t, at(t), at(t + 1))
+      (self.origin, self.used, self.quiet), needed = frame, self.used
+      return needed
+    def forward(t, stride, quiet) -> int:
+      self.memos.append({})
+      needed = turn(t, stride, quiet)
+      self.memos.pop()
+      return needed
+    self.tape, self.keeping = [] if recorded else None, recorded
+    needed = forward(UOp.const(0), 0, True)                # quiet: how much memory does a turn take?
+    stride, self.used_grads, self.tape = needed if kept else 0, grads, None
+    self.used += size * stride or needed
+    if kept or not recorded:
+      with self.loop(size) as t: forward(t, stride, False)
+    self.tape, self.keeping = tape, keeping
+    def adjoint():
+      with self.loop(size) as s: self.backward(lambda: turn(size - 1 - s, stride, kept))
+    self.record(adjoint)
+    return at
+  def iterate(self, steps:int, body:Callable, carry) -> tuple:
+    def turn(_, now, then):
+      for m, value in zip(then, body(*now)): self.assign(m, value)
+    return tuple(self.scan(steps, turn, carry)(steps))
+
+# *** compiled kernels as Tensors ***
+
+def _program(sink:UOp, device:str) -> UOp:
+  """A compiled kernel.  Its code and its arguments are kept, its thousands of operations are not: every pass over the graph would walk them."""
+  program = to_program(sink, Device[device].renderer)
+  arguments = program.src[1].replace(src=tuple(u for u in program.src[1].src if u.op is Ops.PARAM))
+  return program.replace(src=(UOp(Ops.SINK, arg=program.src[0].arg), arguments, *program.src[2:]))
+
+def _call(compiled, given:dict[str, Tensor], device:str, grad_fxn=None) -> dict[str, Tensor]:
+  args, size, program = compiled
+  buffers = [given[n] if n in given else Tensor.empty(size[n], dtype=dtypes.float, device=device) for n in args]
+  call = program.call(*[t.uop for t in buffers], grad_fxn=grad_fxn)
+  return {n: Tensor(t.uop.after(call)) for n, t in zip(args, buffers)}
+
+# *** dense products ***
+
+@functools.cache
+def _matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, device:str):
+  def build(scratch:int):
+    size = dict(out=G * R * C, values=max(scratch, 1), x=G * R * K, y=G * K * C)
+    out, values, x, y = [UOp.placeholder((n,), dtypes.float, slot=slot) for slot, n in enumerate(size.values())]
+    k = Kernel(values, None, scratch < 0)
+    with k.loop(G) as g:
+      def matrix(buffer, R, C, transposed):
+        return matrix(buffer, C, R, False).transpose() if transposed else Stored(k, buffer, (R, C), g * (R * C), C)
+      k.product(matrix(out, R, C, False), matrix(x, R, K, xt), matrix(y, K, C, yt), large=True)
+    numbers = sum(size.values())
+    info = KernelInfo(f"matmul_{G}_{R}_{C}_{K}", opts_to_apply=(), estimates=Estimates(k.flops, 4 * numbers, 4 * numbers))
+    return list(size), size, k.wait and k.wait[0].sink(arg=info, tag=1), k.used
+  args, size, sink, _ = build(build(-1)[3])
+  return args, size, _program(sink, device)
+
+def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
+  """x @ y over the last two axes, each first transposed if asked (xt, yt); other axes equal, or y has none.  On a CPU with the register tile of
+  Kernel.product, several times faster than a stock product (its gradients too); elsewhere, and for sizes that no tile divides, plain `@`."""
+  if y.ndim == 2 and not xt: x, lead = x.reshape(-1, x.shape[-1]), x.shape[:-1]
+  else: lead = x.shape[:-2] + (x.shape[-1 if xt else -2],)
+  (R, K), (K2, C) = [cast(tuple[int, int], z.shape[-2:][::-1 if t else 1]) for z, t in ((x, xt), (y, yt))]
+  if K != K2: raise ValueError(f"matmul: {K} columns do not meet {K2} rows")
+  fits = isinstance(x.device, str) and x.device.startswith("CPU") and x.dtype == y.dtype == dtypes.float and (C < 8 or _divisor(C, 24, 32, 16, 8) >= 4)
+  if not fits: return ((x.transpose(-1, -2) if xt else x) @ (y.transpose(-1, -2) if yt else y)).reshape(*lead, C)
+  G, device = math.prod(cast(tuple[int, ...], x.shape[:-2])), cast(str, x.device)
+  def backward(g, call):
+    a, b, g = [Tensor(z).reshape(G, *shape) for z, shape in ((call.src[3], (K, R) if xt else (R, K)), (call.src[4], (C, K) if yt else (K, C)), (g, (R, C)))]
+    da = matmul(b, g, yt, True) if xt else matmul(g, b, False, not yt)
+    db = matmul(g, a, True, xt) if yt else matmul(a, g, not xt, False)
+    return None, None, da.reshape(-1).uop, db.reshape(-1).uop
+  kernel = _matmul_kernel(G, R, C, K, xt, yt, device)
+  out = _call(kernel, dict(x=x.reshape(-1).contiguous(), y=y.reshape(-1).contiguous()), device, backward)["out"]
+  return out.reshape(*lead, C)
+
+# *** the whole recurrence in one kernel, and its backward pass in another ***
+
+def _to_multiple(n:int, m:int) -> int: return -(-n // m) * m
+
+class _Shapes(NamedTuple):
+  """What a kernel is compiled for.  heads: B*H; given: heads of the first state (H when the batch shares it); every: a Muon step in so many tokens."""
+  heads: int; given: int; chunks: int; chunk: int; halo: bool; d: int; dv: int; D: int; every: int; weights: tuple[tuple[str, int, int], ...]  # noqa: E702
+
+class _Layout:
+  """Where the matrices M (out,in) of one head lie in a row of numbers, and behind them those of S: each along its longer side, so that
+  Newton-Schulz and the products with it run along memory."""
+  def __init__(self, cfg, weights):
+    self.weights, sizes = weights, [o * i for _, o, i in weights]
+    self.half = sum(sizes)
+    self.size = self.half * (1 + cfg.momentum)
+    self.starts = {name: sum(sizes[:n]) for n, (name, _, _) in enumerate(weights)}
+  def views(self, k:Kernel, buffer:UOp|None, start, grad:tuple[UOp, Any]|None=None) -> dict[str, Stored]:
+    def view(name, o, i) -> Stored:
+      R, C, at = (i, o, self.starts[name]) if i >= o else (o, i, self.starts[name])
+      m = Stored(k, buffer, (R, C), start + at, C, 1, grad and Stored(k, grad[0], (R, C), grad[1] + at, C))
+      return m.transpose() if i >= o else m
+    return {name: view(name, o, i) for name, o, i in self.weights}
+  def pack(self, parts:list[dict[str, Tensor]]) -> Tensor:
+    """Dicts of (heads,out,in) -> (heads, numbers); rows are padded with zeros to the size that the layout has for them."""
+    rows = []
+    for part in parts:
+      for name, o, i in self.weights:
+        w = part[name].pad((None, None, (0, i - part[name].shape[-1])))
+        rows.append((w.transpose(-1, -2) if i >= o else w).reshape(w.shape[0], o * i))
+    return Tensor.cat(*rows, dim=-1)
+  def unpack(self, rows:Tensor, like:dict[str, Tensor]) -> dict[str, Tensor]:
+    """(heads, numbers) -> matrices of the shapes of `like`."""
+    out = {}
+    for name, o, i in self.weights:
+      w = rows[:, self.starts[name]:self.starts[name] + o * i]
+      w = w.reshape(-1, i, o).transpose(-1, -2) if i >= o else w.reshape(-1, o, i)
+      out[name] = w[..., :like[name].shape[-1]].reshape(like[name].shape)
+    return out
+
+def _gd_chunk(k:Kernel, cfg, b:int, E:int, kept, r, queries, y, band, alpha, theta, eta, M, S, then):
+  """The dual form: rows P_t and C_t of weights over the chunk's gradients (column E: over S), then outputs and the next state as products."""
+  W, one = band.shape[1], Matrix(k, (1, 1), (), lambda i, j: _constant(1.0))
+  start = [Matrix(k, (1, W), (), lambda i, j: _constant(0.0)).stored(), one.stored()]      # C, what is left of M, and P
+  if cfg.momentum: start.append(Matrix(k, (1, W), (), lambda i, j: j.eq(E).where(1.0, 0.0)).stored())
+  def token(t, now, then):
+    p = band.block(t, 1)
+    if cfg.momentum: p = k.assign(then[2], theta.block(t, 1) * now[2] + p)                  # S_t = theta_t S_{t-1} + G_t
+    k.assign(then[0], alpha.block(t, 1) * now[0] - eta.block(t, 1) * p)                     # M_t = alpha_t M_{t-1} - eta_t S_t
+    k.assign(then[1], alpha.block(t, 1) * now[1])
+  rows = k.scan(b, token, start)
+  (C, left), last = [m.view((b, m.shape[1]), 0, m.shape[1], 1) for m in rows(1)[:2]], rows(b)
+  def read(name, z):
+    u, x = kept[name]
+    state = left * (z @ M[name].transpose())
+    if cfg.momentum: state = state + C.block(0, b, E, 1) * (z @ S[name].transpose())
+    return (C.block(0, b, 0, E) * (z @ x.transpose())) @ u + state
+  k.assign(y, apply(cfg, read, r, queries))
+  for name, (u, x) in kept.items():
+    def weighted(row): return (row.block(0, 1, 0, E).transpose() * u).stored().transpose() @ x
+    state = last[1] * M[name]
+    if cfg.momentum:
+      state = state + last[0].block(0, 1, E, 1) * S[name]
+      k.assign(then[1][name], weighted(last[2]) + last[2].block(0, 1, E, 1) * S[name])
+    k.assign(then[0][name], weighted(last[0]) + state)
+
+def _muon_chunk(k:Kernel, cfg, b:int, every:int, kept, r, queries, y, band, alpha, theta, eta, M, S, then):
+  """Newton-Schulz is not linear: S and M are written out at every step.  A group is the `every` tokens up to a step; between steps M only fades, so
+  a group's tokens before its step, and the last of the group before, read the same M.  r, queries: one row of zeros, the tokens, every - 1 zeros."""
+  weights, fall, stay = band, alpha, theta                 # over a group: weights of its gradients in S, what is left of M, and of S
+  if every > 1:
+    def token(t, now, then):
+      first = (t % every).eq(0)
+      k.assign(then[0], alpha.block(t, 1) * now[0].map(lambda x: first.where(1.0, x)))
+      if not cfg.momentum: return
+      k.assign(then[1], theta.block(t, 1) * now[1].map(lambda x: first.where(1.0, x)))
+      k.assign(then[2], theta.block(t, 1) * now[2].map(lambda x: first.where(0.0, x)) + band.block(t, 1))
+    start = [Matrix(k, (1, n), (), lambda i, j: _constant(0.0)).stored() for n in (1, 1, band.shape[1])[:3 if cfg.momentum else 1]]
+    stack = [m.view((b, m.shape[1]), 0, m.shape[1], 1) for m in k.scan(b, token, start)(1)]
+    fall, stay, weights = stack if cfg.momentum else (stack[0], theta, band)
+  names, n, window = list(M), len(M), every + cfg.window - 1
+  def group(g, now, then):
+    t = g * every + every - 1
+    for a, (u, x) in enumerate(kept.values()):
+      w = weights.block(t, 1, g * every, window).transpose()
+      s = (w * u.block(g * every, window)).stored().transpose() @ x.block(g * every, window)
+      if cfg.momentum: s = k.assign(then[n + a], s + stay.block(t, 1) * now[n + a])
+      k.assign(then[a], fall.block(t, 1) * now[a] - eta.block(t, 1) * newton_schulz(s.stored(), cfg.ns_steps))
+  states = k.scan(b // every, group, [*M.values(), *S.values()])
+  left, out = k.new((b + every, 1)), k.new((b + every, y.shape[1]))
+  k.assign(left, Matrix(k, left.shape, (), lambda i, j: _constant(1.0)))
+  if every > 1: k.assign(left.block(1, b), Matrix(k, (b, 1), (fall,), lambda i, j, x: (i % every).eq(every - 1).where(1.0, x)))
+  def reads(g, *_):
+    if every == 1: g = g + 1
+    def lines(m): return m.block(g * every, every)
+    now = dict(zip(names, states(g)))
+    k.assign(lines(out), apply(cfg, lambda name, z: lines(left) * (z @ now[name].transpose()), lines(r), lines(queries)))
+  k.scan(b // every + (every > 1), reads, [])
+  k.assign(y, out.block(1, b))
+  for m, last in zip([*then[0].values(), *then[1].values()], states(b // every)): k.assign(m, last)
+
+def _kernel(cfg, s:_Shapes, parallel:bool, backward:bool, given:bool, scratch:tuple[int, int]):
+  """The kernel over all heads and chunks: its arguments, their sizes, its code and the scratch memory it needs (scratch (0,0): only that).
+  Forward it leaves the state at every chunk's start in `states` (0: the base of the first chunk, then M and S); backward it goes from the last
+  chunk to the first, computing each anew from there.  given: the states have a gradient of their own."""
+  b, c, d, dv, D, N, muon, poly = s.chunk, cfg.window, s.d, s.dv, s.D, s.chunks, cfg.optimizer == "muon", cfg.features == "poly"
+  T, lay, reach = N * b, _Layout(cfg, s.weights), b + c - 1
+  E, wide = _to_multiple(reach, 8), _to_multiple(D, 16) if poly else D      # tiles like multiples; the rest is zero
+  Tk, copies, raw = T + (c - 1 if s.halo else 0), s.heads if parallel else 1, d + poly
+  size = dict(y=T * dv, states=(N + 2) * lay.size, q=T * d, k=Tk * d, v=Tk * dv, alpha=T, theta=T, eta=T, gamma=T * c)
+  size = {n: x * s.heads for n, x in size.items()} | dict(first=s.given * (lay.half + lay.size), scales=D, places=cfg.degree * D)
+  ins = ["first", "q", "k", "v", "alpha", *["theta"] * cfg.momentum, "eta", "gamma", *["scales", "places"] * poly]
+  outs = ["d" + n for n in ins if n != "places"]
+  size |= {"d" + n: x for n, x in size.items()} | dict(dfirst=s.heads * (lay.half + lay.size), dscales=s.heads * D)
+  size |= dict(values=max(1, copies * scratch[0]), grads=max(1, copies * scratch[1]))
+  args = [*outs, "values", "grads", "states", "dy", *["dstates"] * given, *ins] if backward else ["y", "states", "values", *ins]
+  P = {n: UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot) for slot, n in enumerate(args)}
+  k = Kernel(P["values"], P.get("grads"), scratch == (0, 0))
+  def line(name, start, n) -> Stored: return Stored(k, P[name], (1, n), start, n)
+  def features(x:Stored, out:Stored) -> Stored:
+    """phi of the rows x = [raw, 1]"""
+    scales = Stored(k, P["scales"], (1, D), 0, D, 1, line("dscales", g * D, D) if backward else None)
+    def place(j, n): return P["places"][j * D + n].load()
+    if not k.quiet:
+      with k.loop(x.shape[0]) as i:
+        with k.loop(D) as n:
+          k.store(out, i, n, functools.reduce(UOp.__mul__, [k.load(x, i, place(j, n)) for j in range(cfg.degree)], k.load(scales, 0, n)))
+    def adjoint():
+      if k.quiet: return
+      with k.loop(x.shape[0]) as i:
+        with k.loop(D) as n:
+          before, dout = k.wait, k.load(out.grad, i, n)
+          factors, by_scale = [k.load(x, i, place(j, n), before) for j in range(cfg.degree)], dout * k.load(scales, 0, n)
+          k.store(scales.grad, 0, n, k.load(scales.grad, 0, n) + functools.reduce(UOp.__mul__, factors, dout))
+          for j in range(cfg.degree):
+            total = k.load(x.grad, i, place(j, n)) + functools.reduce(UOp.__mul__, factors[:j] + factors[j + 1:], by_scale)
+            k.store(x.grad, i, place(j, n), total)
+    k.record(adjoint)
+    return out
+
+  with k.loop(s.heads, AxisType.GLOBAL if parallel else AxisType.LOOP) as g:
+    if parallel: k.origin, k.grads_origin = g * scratch[0], g * scratch[1]
+    front, rows = (1, b + s.every) if muon else (0, b)
+    padded = dict(raw_k=k.new((E, raw)), raw_q=k.new((rows, raw)), v=k.new((E, dv)), band=k.new((b, E + (0 if muon or not cfg.momentum else 8))))
+    if poly: padded |= dict(x=k.new((E, wide)), r=k.new((rows, wide)))
+    k.fill(P["values"], k.origin, k.used)                  # what no chunk writes stays zero
+    for n in ("raw_k", "raw_q") if poly else (): k.each(padded[n].block(0, padded[n].shape[0], d, 1), lambda i, j: _constant(1.0), ())
+
+    def chunk(n, base, M, S, then):
+      def stream(name, width, many=b, row=None) -> Stored:
+        def place(buffer, grad=None):
+          return Stored(k, buffer, (many, width), (g * (Tk if row else T) + (0 if row else n * b)) * width, width, 1, grad, row)
+        return place(P.get(name), place(P["d" + name]) if backward else None)
+      def with_grad(m): return Stored(k, m.buffer, m.shape, m.start, m.rows, 1, k.new(m.shape).grad) if backward else m
+      pads = {name: with_grad(m) for name, m in padded.items()}
+      raw_k, raw_q, v, band = pads["raw_k"], pads["raw_q"], pads["v"], pads["band"]
+      def row(i): return n * b + i if s.halo else (n * b + i - (c - 1)).maximum(0)           # before the stream: any token, gamma is 0
+      k.assign(raw_k.block(0, reach, 0, d), stream("k", d, reach, row))
+      k.assign(v.block(0, reach), stream("v", dv, reach, row))
+      k.assign(raw_q.block(front, b, 0, d), stream("q", d))
+      x, r = raw_k, raw_q
+      if poly: x, r = features(raw_k, pads["x"]), (features(raw_q.block(front, b), pads["r"].block(front, b)), pads["r"])[1]
+      alpha, theta, eta = [stream(name, 1) if name in ins else None for name in ("alpha", "theta", "eta")]
+      gamma = stream("gamma", c)                           # row t of band: token t's gates over its window, the oldest at column t
+      k.assign(band.view((b, c), 0, band.rows + 1, 1), gamma.view((b, c), c - 1, c, -1))
+      kept = gradients(cfg, base, x, raw_k.block(0, E, 0, d), v)
+      queries, y = raw_q.block(0, rows, 0, d), stream("y", dv)
+      if muon: _muon_chunk(k, cfg, b, s.every, kept, r, queries, y, band, alpha, theta, eta, M, S, then)
+      else: _gd_chunk(k, cfg, b, E, kept, r, queries, y, band, alpha, theta, eta, M, S, then)
+
+    def state(buffer, n, grad=None):
+      at = (g * (N + 2) + n) * lay.size
+      M = lay.views(k, buffer, at, grad)
+      return M, lay.views(k, buffer, at + lay.half, grad and (grad[0], grad[1] + lay.half)) if cfg.momentum else {}
+    def copy(out, x, add=False): k.add([out], [x.f], (x,), out.shape) if add else k.each(out, x.f, (x,))
+    home, length = (g % s.given if s.given != s.heads else g) * (lay.half + lay.size), lay.half + lay.size
+    if not backward:
+      copy(line("states", g * (N + 2) * lay.size, lay.half), line("first", home, lay.half))
+      copy(line("states", (g * (N + 2) + 1) * lay.size, lay.size), line("first", home + lay.half, lay.size))
+      with k.loop(N) as n:
+        k.memos.append({})
+        chunk(n, state(P["states"], n.eq(0).where(0, n + 1))[0], *state(P["states"], n + 1), state(P["states"], n + 2))
+    else:
+      ring = k.grads_origin + k.used_grads                 # gradients of two states, taking turns, and of the first base
+      k.used_grads += 3 * lay.size
+      def at(n): return P["grads"], ring + n * lay.size
+      k.fill(P["grads"], ring, 3 * lay.size)
+      for name in outs[1:]: k.fill(P[name], g * (size[name] // s.heads), size[name] // s.heads)
+      def add_given(slot, n, many=lay.size):
+        if given: copy(line("grads", at(slot)[1], many), line("dstates", (g * (N + 2) + n) * lay.size, many), add=True)
+      add_given(N % 2, N + 1)
+      add_given(2, 0, lay.half)
+      with k.loop(N) as turn:
+        n = N - 1 - turn
+        k.fill(P["grads"], at(n % 2)[1], lay.size)
+        add_given(n % 2, n + 1)
+        base = state(P["states"], n.eq(0).where(0, n + 1), at(n.eq(0).where(2, n % 2)))[0]
+        k.backward(lambda: chunk(n, base, *state(P["states"], n + 1, at(n % 2)), state(None, 0, at((n + 1) % 2))))
+      copy(line("dfirst", g * length, lay.half), line("grads", at(2)[1], lay.half))
+      copy(line("dfirst", g * length + lay.half, lay.size), line("grads", at(0)[1], lay.size))
+  numbers = sum(size[n] for n in args)
+  info = KernelInfo("memory_backward" if backward else "memory", opts_to_apply=(), estimates=Estimates(k.flops, 4 * numbers, 4 * numbers))
+  return args, size, k.wait and k.wait[0].sink(arg=info, tag=1), (k.used, k.used_grads)
+
+@functools.cache
+def _compiled_kernel(cfg, s:_Shapes, device:str, backward:bool, given:bool):
+  """-> names of the arguments, their sizes, the program.  Built twice: the first time to see how much scratch memory it needs."""
+  shape = (cfg, s, not device.startswith("CPU"), backward, given)
+  args, size, sink, _ = _kernel(*shape, _kernel(*shape, (0, 0))[3])
+  return args, size, _program(sink, device)
+
+def fused(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
+          b:int, every:int):
+  """by_ops in one kernel, with one for its backward pass."""
+  B, H, T, d = cast(tuple[int, ...], q.shape)
+  device, D, shared = cast(str, q.device), feature_size(d, cfg.features, cfg.degree), next(iter(M.values())).ndim == 3
+  wide = _to_multiple(D, 16) if cfg.features == "poly" else D
+  sides = {n: (w.shape[-2], wide if n in ("W", "W2", "W3") else w.shape[-1]) for n, w in M.items()}
+  shapes = _Shapes(B * H, H if shared else B * H, T // b, b, k.shape[2] != T, d, cast(int, v.shape[3]), D, every, tuple((n, *x) for n, x in sides.items()))
+  lay = _Layout(cfg, shapes.weights)
+  first = lay.pack([{n: w.reshape(shapes.given, *w.shape[-2:]) for n, w in part.items()} for part in ((base, M, S) if cfg.momentum else (base, M))])
+  ins = dict(first=first, q=q, k=k, v=v, alpha=alpha, eta=eta, gamma=gamma) | (dict(theta=theta) if cfg.momentum else {})
+  if a is not None: ins |= dict(scales=_scales(d, cfg.degree, a), places=_monomials(d, cfg.degree, device)[0])
+  ins = {n: t.reshape(-1).contiguous() for n, t in ins.items()}
+  forward = _compiled_kernel(cfg, shapes, device, False, False)
+  def backward(*grads, call=None):
+    """Gradients come for the outputs that are used: y is flat, states a matrix."""
+    if call is None: grads, call = grads[:-1], grads[-1]
+    sources = dict(zip(forward[0], call.src[1:]))
+    dy, dstates = [[Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == n] for n in (1, 2)]
+    given = {n: Tensor(sources[n]) for n in ins} | dict(states=Tensor(sources["states"].after(call)).reshape(-1))
+    given["dy"] = dy[0] if dy else Tensor.zeros(forward[1]["y"], device=device).contiguous()
+    if dstates: given["dstates"] = dstates[0]
+    out = _call(_compiled_kernel(cfg, shapes, device, True, bool(dstates)), given, device)
+    def gradient(n):
+      if n not in ins or n == "places": return None
+      heads = {"first": B * H // shapes.given, "scales": B * H}.get(n, 1)                    # what several heads share
+      return out["d" + n].reshape(heads, -1).sum(0).uop if heads > 1 else out["d" + n].uop
+    return tuple(gradient(n) for n in forward[0])
+  states = Tensor.empty(1, forward[1]["states"], device=device)
+  out = _call(forward, ins | dict(states=states), device, backward)
+  rows = out["states"].reshape(B * H, -1, lay.size)
+  like = {n: w if not shared else w.unsqueeze(0).expand(B, *w.shape) for n, w in M.items()}
+  M = lay.unpack(rows[:, -1], like)
+  S = lay.unpack(rows[:, -1, lay.half:], like) if cfg.momentum else {}
+  base = lay.unpack(rows[:, 0 if T == b else -2], like)
+  return out["y"].reshape(B, H, T, v.shape[3]), base, M, S
+
 # *** all of it ***
 
 def _part(state:dict, part:str) -> dict: return {n.split(".")[1]: z for n, z in state.items() if n.startswith(part + ".")}
@@ -242,6 +874,11 @@ def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[st
   if cfg.window > 1: state |= {n: zeros(B, first.shape[0], cfg.window - 1, d) for n, d in (("k", key_dim), ("v", first.shape[1]))}
   return state
 
+def _takes_fused(cfg, x:Tensor) -> bool:
+  """auto: on CPUs one kernel is faster than many; on a GPU its loops would run in a single thread a head, and nothing has been measured there."""
+  if not isinstance(x.device, str) or x.dtype != dtypes.float: return False
+  return cfg.backend == "fused" or cfg.backend == "auto" and x.device.startswith("CPU")
+
 def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
            state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
   """Reads a stretch of the stream: updates the memory at every token, then reads it (Eq. 9, 10, 15, 16, 32, 33).
@@ -250,43 +887,37 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly.
   state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last token; any way of cutting
   a stream into calls gives the same y.  Under TinyJit a call of one token goes anywhere; one of more tokens with a state must start at a chunk's
-  border, since the position cannot be read there, and gives NaN elsewhere."""
+  border, since the position cannot be read there, and gives NaN elsewhere.  cfg.backend: ops, fused (one kernel), or auto, the faster one."""
   (B, H, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
   known = 0 if state is None or T == 1 else read_position(state)
-  phase = 0 if known is None else known % b
+  phase, is_first, in_one_kernel = 0 if known is None else known % b, state is None, _takes_fused(cfg, q)
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
+  if is_first and in_one_kernel:                         # heads of all rows of the batch start from the same numbers
+    M = {n: w for n, w in weights.items() if n != "a"}
+    S = {n: w.zeros_like() for n, w in M.items()} if cfg.momentum else {}
+  # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
+  if T == 1 and not is_first: base = {n: (position % b == 0).where(M[n], w) for n, w in base.items()}
+  elif phase == 0: base = M
   # Rows: the call is padded to whole chunks of `size` tokens, `front` before it and `back` behind.  With chunk=4, a call of 6 tokens at position 7
   # (phase 3) is padded to 3 + 6 + 3 = 3 chunks.  A call that ends within its first chunk needs no padding: its tokens are the only chunk's rows.
-  # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
-  if T == 1: base = {n: (position % b == 0).where(M[n], w) for n, w in base.items()}
-  elif phase == 0: base = M
-  if phase + T <= b:                                     # inside one chunk: its rows are the tokens
-    size, front, every = T, 0, r if T > 1 and phase % r == 0 and T % r == 0 else 1
+  if phase + T <= b: size, front, every = T, 0, r if T > 1 and phase % r == 0 and T % r == 0 else 1
   else: size, front, every = b, phase, r
-  N = -(-(front + T) // size)
-  back, E = N * size - front - T, c if size == 1 else -(-(size + c - 1) // 8) * 8              # multiples of 8 tile well
+  back = -(front + T) % size
+  def padded(z, fill=0.0): return z.pad((None, None, (front, back), *[None] * (z.ndim - 3)), value=fill) if front + back else z
 
   # gates: no window reaches before the stream, Muon steps at every r-th token, padding leaves the memory as it is
   index = position + Tensor.arange(T)
   gamma = (index.unsqueeze(-1) >= Tensor.arange(c)).where(gamma, 0)
   if r > 1: eta = ((index + 1) % r == 0).where(eta, 0)
-  def chunked(z, fill=0.0): return z.pad((None, None, (front, back), *[None] * (z.ndim - 3)), value=fill).reshape(B, H, N, size, *z.shape[3:])
-  a, C, P = coefficients(cfg, E, every, chunked(alpha, 1.0), chunked(theta, 1.0), chunked(eta), chunked(gamma))
-
-  # keys and values, each chunk behind its halo: (B,H,T,d) -> (B,H,N,E,d)
   stream = {n: state[n].cat(z, dim=2) if c > 1 else z for n, z in (("k", k), ("v", v))}
-  keys, values = [z.pad((None, None, (front + E - size - c + 1, back), None)).unfold(2, E, size).transpose(-1, -2).contiguous().contiguous_backward()
-                  for z in stream.values()]
-  last = (a[..., -1], C[..., -1, :], P[..., -1, :] if cfg.optimizer == "gd" else P)
-  base, M, S, M_starts, S_starts, kept = state_pass(cfg, base, M, S, phi(cfg, keys, weights.get("a")).contiguous(), keys, values, *last)
-  queries = chunked(q).contiguous()
-  y = outputs(cfg, M_starts, S_starts, kept, phi(cfg, queries, weights.get("a")).contiguous(), queries, a, C)
-  y = y.reshape(B, H, N * size, v.shape[-1])[:, :, front:front + T]
+  keys, values = [padded(z) for z in ((k, v) if is_first else stream.values())]
+  y, base, M, S = (fused if in_one_kernel else by_ops)(cfg, weights.get("a"), base, M, S, padded(q), keys, values, padded(alpha, 1.0),
+                                                       padded(theta, 1.0), padded(eta), padded(gamma), size, every)
+  y = y[:, :, front:front + T]
   if known is None: y = (position % b == 0).where(y, math.nan)
-  # clones: the base may be the caller's own M and the tail the caller's own keys, which a jit must not return
-  if T > 1: base = {n: z.clone() for n, z in base.items()}
-  after = {"position": (position + T).clone(), **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
-  if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:].clone() for n, z in stream.items()}
-  return y, after
+  # clones: a jit must not return what is the caller's, nor what a later call in it may overwrite
+  after = {"position": position + T, **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
+  if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:] for n, z in stream.items()}
+  return y, {n: z.clone() for n, z in after.items()}

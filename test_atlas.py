@@ -122,9 +122,11 @@ def from_case(case): return rule(**{k: v for k, v in case.items() if k != "step"
 
 def label(case): return "-".join(map(str, case.values()))
 
-def check_case(case, bound=1e-4, **sizes):
+BOTH = pytest.mark.parametrize("backend", ["ops", "fused"])
+
+def check_case(case, backend, bound=1e-4, **sizes):
   """Newton-Schulz amplifies the rounding of small singular values, up to 3.4445^5 = 480 times; without it float32 is exact."""
-  cfg = from_case(case)
+  cfg = from_case(case | {"backend": backend})
   W, x = problem(cfg, **sizes)
   y, _ = kernels.memory(cfg, tensors(W), *tensors(x).values())
   kind = "gradient steps" if cfg.optimizer == "gd" else "Muon" if case["window"] > 1 else "Muon of low rank"
@@ -134,18 +136,21 @@ PAIRWISE = list(covering())
 
 def test_covering_set_is_small(): assert len(PAIRWISE) <= 24
 
+@BOTH
 @pytest.mark.parametrize("case", PAIRWISE, ids=label)
-def test_memory_is_the_definition(case): check_case(case)
+def test_memory_is_the_definition(case, backend): check_case(case, backend)
 
 @slow
+@BOTH
 @pytest.mark.parametrize("case", list(cases()), ids=label)
-def test_memory_is_the_definition_in_every_combination(case):
+def test_memory_is_the_definition_in_every_combination(case, backend):
   """With a window of 1 the momentum has a low rank: there the bound is the one that Newton-Schulz itself is held to on such matrices."""
-  check_case(case, 1e-4 if case["window"] > 1 else 1e-3, B=2, T=11, dv=4 if case["loss"] == "l2" else 3)
+  check_case(case, backend, 1e-4 if case["window"] > 1 else 1e-3, B=2, T=11, dv=4 if case["loss"] == "l2" else 3)
 
+@BOTH
 @pytest.mark.parametrize("T,dv", [(1, 3), (4, 4), (9, 2)])
-def test_memory_takes_any_length_and_value_size(T, dv):
-  check_case(dict(memory="mlp", features="poly", loss="l2", step="momentum", window=3, chunk=4), B=2, T=T, dv=dv)
+def test_memory_takes_any_length_and_value_size(T, dv, backend):
+  check_case(dict(memory="mlp", features="poly", loss="l2", step="momentum", window=3, chunk=4), backend, B=2, T=T, dv=dv)
 
 def test_a_jitted_step_of_the_memory_itself_streams():
   cfg = rule(memory="linear", window=2, chunk=3)
@@ -175,8 +180,8 @@ def largest_tensor(cfg):
 def test_without_muon_nothing_of_size_tokens_by_weights_exists():
   settings = dict(memory="mlp", window=3, chunk=64, key_dim=16, value_dim=16)
   weights_per_token = 256 * 16 * 64
-  assert largest_tensor(rule(**settings)) < weights_per_token / 4
-  assert largest_tensor(rule(**settings, optimizer="muon")) >= weights_per_token        # the probe does see them where they are
+  assert largest_tensor(rule(**settings, backend="ops")) < weights_per_token / 4
+  assert largest_tensor(rule(**settings, backend="ops", optimizer="muon")) >= weights_per_token        # the probe does see them where they are
 
 # *** 2. gradients ***
 
@@ -185,10 +190,11 @@ GRADIENT_CASES = [dict(memory="mlp", features="poly", loss="l2", step="muon", wi
                   dict(memory="mlp", features="identity", loss="dot", step="gd", window=5, chunk=2),
                   dict(memory="linear", features="poly", loss="l2", step="muon_every", window=1, chunk=4)]
 
+@BOTH
 @pytest.mark.parametrize("case", [*GRADIENT_CASES, *[pytest.param(case, marks=slow) for case in PAIRWISE]], ids=label)
-def test_gradients_are_the_finite_differences_of_the_oracle(case):
+def test_gradients_are_the_finite_differences_of_the_oracle(case, backend):
   low_rank = case["step"] == "muon" and case["window"] == 1                    # where rounding is amplified most
-  cfg = from_case(case)
+  cfg = from_case(case | {"backend": backend})
   W, x = problem(cfg, H=1, T=7, d=2, dv=2, hidden=3)
   direction = np.random.default_rng(1).normal(size=x["v"].shape)
   tw, tx = tensors(W), tensors(x)
@@ -207,6 +213,19 @@ def test_gradients_are_the_finite_differences_of_the_oracle(case):
     assert np.linalg.norm(numeric) > 0, name
     kind = f"gradients against finite differences{', Muon of low rank' if low_rank else ''}"
     assert record(kind, relative(g.numpy(), numeric)) < (1e-2 if low_rank else 1e-3), name
+
+def test_the_kernels_gradients_are_those_of_the_operations_through_the_state_too():
+  """Two calls, the second starting inside a chunk: gradients flow back through base, M, S and the window's tail."""
+  case = dict(memory="gated", features="poly", loss="l2", step="momentum", window=3, chunk=4)
+  cfgs = [from_case(case | {"backend": backend}) for backend in ("ops", "fused")]
+  W, x = problem(cfgs[0], B=2, T=13, d=2, dv=2)
+  tw, first, second = tensors(W), *[tensors({n: z[:, :, part] for n, z in x.items()}) for part in (slice(6), slice(6, 13))]
+  inputs, found = [*tw.values(), *first.values(), *second.values()], []
+  for cfg in cfgs:
+    y, state = kernels.memory(cfg, tw, *first.values())
+    z, _ = kernels.memory(cfg, tw, *second.values(), state)
+    found.append([y.cat(z, dim=2), *(y.cat(z, dim=2).sin().sum()).gradient(*inputs)])
+  for a, b in zip(*found): assert record("one kernel against stock operations", relative(a.numpy(), b.numpy())) < 1e-5
 
 def test_ignored_gates_get_zero_gradients_and_feature_coefficients_of_zero_finite_ones():
   cfg = rule(memory="linear", features="poly", momentum=False)
@@ -516,7 +535,7 @@ BAD = {                                                  # a command line and wh
   "anchors=4": "not a setting", "task=mqar": "not a setting", "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
   "batch=0": "1 or more", "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
   "muon_every=3": "does not divide chunk=32", "degree=9 key_dim=64": "features, more than 65,536", "preset=swa key_dim=5": "key_dim=5 is odd",
-  "window=0": "window=0 is too small", "backend=fused": "take one of auto, ops", "data=/nowhere": "does not exist",
+  "window=0": "window=0 is too small", "backend=fast": "take one of auto, ops, fused", "data=/nowhere": "does not exist",
   "mode=sample": "has no checkpoint", "mode=eval": "has no checkpoint", "length=9000000": "too short", "vocab=50": "outside vocab=50",
   "init_from=/nowhere": "does not exist", "out=/dev/null/x": "is a file"}
 
