@@ -17,6 +17,7 @@ d key size, D features, o and i the rows and columns of a weight matrix.
 """
 from __future__ import annotations
 import contextlib, functools, itertools, math, os, shutil, sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, cast
 import numpy as np
@@ -108,7 +109,8 @@ def gradients(cfg, W:dict[str, Any], x:Any, k:Any, v:Any) -> dict[str, tuple[Any
 # *** Newton-Schulz ***
 
 def _eye(x:Any) -> Any:
-  return Tensor.eye(x.shape[-2]) if isinstance(x, Tensor) else Matrix(x.k, (x.shape[0], x.shape[0]), (), lambda i, j: i.eq(j).where(1.0, 0.0))
+  if isinstance(x, Tensor): return Tensor.eye(cast(int, x.shape[-2]))
+  return Matrix(x.k, (x.shape[0], x.shape[0]), (), lambda i, j: i.eq(j).where(1.0, 0.0))
 
 def _iterate(steps:int, body:Callable, *carry:Any) -> tuple:
   """carry = body(*carry), `steps` times: unrolled for Tensors, a loop inside a kernel."""
@@ -243,11 +245,11 @@ def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:
   """The recurrence over whole chunks of b tokens in stock tensor operations: large products over all chunks, but for the sequential pass.
   k, v (B,H,T,.), or (B,H,window-1+T,.) with the tokens before the first; a Muon step at every `every`-th token; M, S, base (B,H,out,in), or
   (H,out,in) where the batch shares them.  Returns y (B,H,T,value_dim) and the last chunk's base, the last M and the last S."""
-  B, H, T, _ = cast(tuple[int, ...], q.shape)
+  B, _, T, _ = cast(tuple[int, ...], q.shape)
   reach = b + cfg.window - 1
   E = reach if b == 1 else _to_multiple(reach, 8)          # multiples of 8 tile well
   base, M, S = [{n: w if w.ndim == 4 else w.unsqueeze(0).expand(B, *w.shape).contiguous() for n, w in part.items()} for part in (base, M, S)]
-  def chunked(z): return z.reshape(B, H, T // b, b, *z.shape[3:])
+  def chunked(z): return z.reshape(*z.shape[:2], T // b, b, *z.shape[3:])
   alphas, C, P = coefficients(cfg, E, every, *map(chunked, (alpha, theta, eta, gamma)))
   keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous().contiguous_backward()
                   for z in (k, v)]                         # each chunk behind its halo: (B,H,N,E,.)
@@ -255,7 +257,7 @@ def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:
   base, M, S, M_starts, S_starts, kept = state_pass(cfg, base, M, S, phi(cfg, keys, a).contiguous(), keys, values, *last)
   queries = chunked(q).contiguous()
   y = outputs(cfg, M_starts, S_starts, kept, phi(cfg, queries, a).contiguous(), queries, alphas, C)
-  return y.reshape(B, H, T, v.shape[-1]), base, M, S
+  return y.flatten(2, 3), base, M, S
 
 # *** matrices inside a kernel ***
 
@@ -322,7 +324,7 @@ class Product(Matrix):
 
 class Stored(Matrix):
   """Element (i, j) lies at start + i rows + j cols of a buffer (None: its value is not wanted); its gradient, if it has one, in `grad`."""
-  def __init__(self, k:Kernel, buffer:UOp|None, shape:tuple[int, int], start:Any, rows:int, cols:int=1, grad:Stored|None=None, row:Any=None):
+  def __init__(self, k:Kernel, buffer:UOp|None, shape:tuple[int, int], start:Any, rows:int, cols:int=1, grad:Any=None, row:Any=None):
     super().__init__(k, shape, (self,), lambda i, j, x: x)
     self.buffer, self.start, self.rows, self.cols, self.grad, self.row = buffer, start, rows, cols, grad, row
     self.tall = cols != 1 == rows                          # columns lie along memory
@@ -558,11 +560,15 @@ class Kernel:
 
 # *** compiled kernels as Tensors ***
 
-def _program(sink:UOp, device:str) -> UOp:
-  """A compiled kernel.  Its code and its arguments are kept, its thousands of operations are not: every pass over the graph would walk them."""
+def _program(sink:UOp, args:list[str], device:str) -> tuple[list[str], UOp]:
+  """A compiled kernel and the arguments that it uses.  Its code is kept, its thousands of operations are not: every pass over the graph would walk
+  them."""
   program = to_program(sink, Device[device].renderer)
-  arguments = program.src[1].replace(src=tuple(u for u in program.src[1].src if u.op is Ops.PARAM))
-  return program.replace(src=(UOp(Ops.SINK, arg=program.src[0].arg), arguments, *program.src[2:]))
+  place = {slot: n for n, slot in enumerate(program.arg.globals)}
+  params = tuple(u.replace(arg=replace(u.arg, slot=place[u.arg.slot])) for u in program.src[1].src if u.op is Ops.PARAM)
+  info = replace(program.arg, **{name: tuple(place[slot] for slot in getattr(program.arg, name)) for name in ("globals", "outs", "ins")})
+  light = (UOp(Ops.SINK, arg=program.src[0].arg), program.src[1].replace(src=params), *program.src[2:])
+  return [args[slot] for slot in place], program.replace(arg=info, src=light)
 
 def _call(compiled, given:dict[str, Tensor], device:str, grad_fxn=None) -> dict[str, Tensor]:
   args, size, program = compiled
@@ -586,7 +592,8 @@ def _matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, device:str):
     info = KernelInfo(f"matmul_{G}_{R}_{C}_{K}", opts_to_apply=(), estimates=Estimates(k.flops, 4 * numbers, 4 * numbers))
     return list(size), size, k.wait and k.wait[0].sink(arg=info, tag=1), k.used
   args, size, sink, _ = build(build(-1)[3])
-  return args, size, _program(sink, device)
+  args, program = _program(sink, args, device)
+  return args, size, program
 
 def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
   """x @ y over the last two axes, each first transposed if asked (xt, yt); other axes equal, or y has none.  On a CPU with the register tile of
@@ -595,14 +602,16 @@ def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
   else: lead = x.shape[:-2] + (x.shape[-1 if xt else -2],)
   (R, K), (K2, C) = [cast(tuple[int, int], z.shape[-2:][::-1 if t else 1]) for z, t in ((x, xt), (y, yt))]
   if K != K2: raise ValueError(f"matmul: {K} columns do not meet {K2} rows")
-  fits = isinstance(x.device, str) and x.device.startswith("CPU") and x.dtype == y.dtype == dtypes.float and (C < 8 or _divisor(C, 24, 32, 16, 8) >= 4)
+  on_cpu = isinstance(x.device, str) and x.device.startswith("CPU")
+  fits = on_cpu and x.dtype == y.dtype == dtypes.float and (C < 8 or _divisor(C, 24, 32, 16, 8) >= 4)
   if not fits: return ((x.transpose(-1, -2) if xt else x) @ (y.transpose(-1, -2) if yt else y)).reshape(*lead, C)
   G, device = math.prod(cast(tuple[int, ...], x.shape[:-2])), cast(str, x.device)
   def backward(g, call):
-    a, b, g = [Tensor(z).reshape(G, *shape) for z, shape in ((call.src[3], (K, R) if xt else (R, K)), (call.src[4], (C, K) if yt else (K, C)), (g, (R, C)))]
+    shapes = (K, R) if xt else (R, K), (C, K) if yt else (K, C), (R, C)
+    a, b, g = [Tensor(z).reshape(G, *shape) for z, shape in zip((*call.src[-2:], g), shapes)]
     da = matmul(b, g, yt, True) if xt else matmul(g, b, False, not yt)
     db = matmul(g, a, True, xt) if yt else matmul(a, g, not xt, False)
-    return None, None, da.reshape(-1).uop, db.reshape(-1).uop
+    return (*[None] * (len(call.src) - 3), da.reshape(-1).uop, db.reshape(-1).uop)
   kernel = _matmul_kernel(G, R, C, K, xt, yt, device)
   out = _call(kernel, dict(x=x.reshape(-1).contiguous(), y=y.reshape(-1).contiguous()), device, backward)["out"]
   return out.reshape(*lead, C)
@@ -612,8 +621,17 @@ def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
 def _to_multiple(n:int, m:int) -> int: return -(-n // m) * m
 
 class _Shapes(NamedTuple):
-  """What a kernel is compiled for.  heads: B*H; given: heads of the first state (H when the batch shares it); every: a Muon step in so many tokens."""
-  heads: int; given: int; chunks: int; chunk: int; halo: bool; d: int; dv: int; D: int; every: int; weights: tuple[tuple[str, int, int], ...]  # noqa: E702
+  """What a kernel is compiled for.  heads: B*H; given: heads of the first state (H where the batch shares it); every: tokens to a Muon step."""
+  heads: int
+  given: int
+  chunks: int
+  chunk: int
+  halo: bool
+  d: int
+  dv: int
+  D: int
+  every: int
+  weights: tuple[tuple[str, int, int], ...]              # name, rows, columns
 
 class _Layout:
   """Where the matrices M (out,in) of one head lie in a row of numbers, and behind them those of S: each along its longer side, so that
@@ -721,7 +739,7 @@ def _kernel(cfg, s:_Shapes, parallel:bool, backward:bool, given:bool, scratch:tu
   outs = ["d" + n for n in ins if n != "places"]
   size |= {"d" + n: x for n, x in size.items()} | dict(dfirst=s.heads * (lay.half + lay.size), dscales=s.heads * D)
   size |= dict(values=max(1, copies * scratch[0]), grads=max(1, copies * scratch[1]))
-  args = [*outs, "values", "grads", "states", "dy", *["dstates"] * given, *ins] if backward else ["y", "states", "values", *ins]
+  args = [*outs, "values", "grads", "states", "dy", *["dstates"] * given, *ins[1:]] if backward else ["y", "states", "values", *ins]
   P = {n: UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot) for slot, n in enumerate(args)}
   k = Kernel(P["values"], P.get("grads"), scratch == (0, 0))
   def line(name, start, n) -> Stored: return Stored(k, P[name], (1, n), start, n)
@@ -776,7 +794,7 @@ def _kernel(cfg, s:_Shapes, parallel:bool, backward:bool, given:bool, scratch:tu
       if muon: _muon_chunk(k, cfg, b, s.every, kept, r, queries, y, band, alpha, theta, eta, M, S, then)
       else: _gd_chunk(k, cfg, b, E, kept, r, queries, y, band, alpha, theta, eta, M, S, then)
 
-    def state(buffer, n, grad=None):
+    def state(buffer, n, grad=None) -> tuple[dict, dict]:
       at = (g * (N + 2) + n) * lay.size
       M = lay.views(k, buffer, at, grad)
       return M, lay.views(k, buffer, at + lay.half, grad and (grad[0], grad[1] + lay.half)) if cfg.momentum else {}
@@ -815,7 +833,8 @@ def _compiled_kernel(cfg, s:_Shapes, device:str, backward:bool, given:bool):
   """-> names of the arguments, their sizes, the program.  Built twice: the first time to see how much scratch memory it needs."""
   shape = (cfg, s, not device.startswith("CPU"), backward, given)
   args, size, sink, _ = _kernel(*shape, _kernel(*shape, (0, 0))[3])
-  return args, size, _program(sink, device)
+  args, program = _program(sink, args, device)
+  return args, size, program
 
 def fused(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
           b:int, every:int):
@@ -824,7 +843,8 @@ def fused(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
   device, D, shared = cast(str, q.device), feature_size(d, cfg.features, cfg.degree), next(iter(M.values())).ndim == 3
   wide = _to_multiple(D, 16) if cfg.features == "poly" else D
   sides = {n: (w.shape[-2], wide if n in ("W", "W2", "W3") else w.shape[-1]) for n, w in M.items()}
-  shapes = _Shapes(B * H, H if shared else B * H, T // b, b, k.shape[2] != T, d, cast(int, v.shape[3]), D, every, tuple((n, *x) for n, x in sides.items()))
+  shapes = _Shapes(B * H, H if shared else B * H, T // b, b, bool(k.shape[2] != T), d, cast(int, v.shape[3]), D, every,
+                   tuple((n, *x) for n, x in sides.items()))
   lay = _Layout(cfg, shapes.weights)
   first = lay.pack([{n: w.reshape(shapes.given, *w.shape[-2:]) for n, w in part.items()} for part in ((base, M, S) if cfg.momentum else (base, M))])
   ins = dict(first=first, q=q, k=k, v=v, alpha=alpha, eta=eta, gamma=gamma) | (dict(theta=theta) if cfg.momentum else {})
@@ -836,7 +856,7 @@ def fused(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
     if call is None: grads, call = grads[:-1], grads[-1]
     sources = dict(zip(forward[0], call.src[1:]))
     dy, dstates = [[Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == n] for n in (1, 2)]
-    given = {n: Tensor(sources[n]) for n in ins} | dict(states=Tensor(sources["states"].after(call)).reshape(-1))
+    given = {n: Tensor(sources[n]) for n in ins if n != "first"} | dict(states=Tensor(sources["states"].after(call)).reshape(-1))
     given["dy"] = dy[0] if dy else Tensor.zeros(forward[1]["y"], device=device).contiguous()
     if dstates: given["dstates"] = dstates[0]
     out = _call(_compiled_kernel(cfg, shapes, device, True, bool(dstates)), given, device)
@@ -874,7 +894,7 @@ def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[st
   if cfg.window > 1: state |= {n: zeros(B, first.shape[0], cfg.window - 1, d) for n, d in (("k", key_dim), ("v", first.shape[1]))}
   return state
 
-def _takes_fused(cfg, x:Tensor) -> bool:
+def takes_fused(cfg, x:Tensor) -> bool:
   """auto: on CPUs one kernel is faster than many; on a GPU its loops would run in a single thread a head, and nothing has been measured there."""
   if not isinstance(x.device, str) or x.dtype != dtypes.float: return False
   return cfg.backend == "fused" or cfg.backend == "auto" and x.device.startswith("CPU")
@@ -888,10 +908,10 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last token; any way of cutting
   a stream into calls gives the same y.  Under TinyJit a call of one token goes anywhere; one of more tokens with a state must start at a chunk's
   border, since the position cannot be read there, and gives NaN elsewhere.  cfg.backend: ops, fused (one kernel), or auto, the faster one."""
-  (B, H, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
+  (B, _, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
   known = 0 if state is None or T == 1 else read_position(state)
-  phase, is_first, in_one_kernel = 0 if known is None else known % b, state is None, _takes_fused(cfg, q)
+  phase, is_first, in_one_kernel = 0 if known is None else known % b, state is None, takes_fused(cfg, q)
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
   if is_first and in_one_kernel:                         # heads of all rows of the batch start from the same numbers

@@ -2,17 +2,19 @@
 
 With no arguments it trains the small `atlas` preset on the source text of Python's own library and lets it speak."""
 from __future__ import annotations
-import codecs, csv, dataclasses, json, math, os, signal, sys, time
+import codecs, csv, dataclasses, hashlib, importlib.metadata, json, math, multiprocessing, os, pickle, platform, signal, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, cast
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit
-from tinygrad.helpers import GlobalCounters
+from tinygrad.helpers import ContextVar, GlobalCounters
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict, safe_load, safe_load_metadata, safe_save
 from tqdm import tqdm
-import atlas, data
+import atlas, data, kernels
 
 BAND = (3.02, 3.22)      # validation bits per byte of the run without arguments
 FORMAT = "atlas-1"
@@ -20,7 +22,7 @@ FORMAT = "atlas-1"
 @dataclass(frozen=True)
 class Run:
   """The command's own settings; a model's are those of atlas.Config."""
-  mode: str = "train"           # train | sample | eval | params
+  mode: str = "train"           # train | sample | eval | bench | params
   preset: str = "atlas"         # named model, see atlas.PRESETS
   size: str = "tiny"            # tiny | 170m | 340m | 760m | 1.3b
   data: str = "python"          # text: python (the standard library's source), a file, a folder, or a .bin token file
@@ -37,15 +39,19 @@ class Run:
   clip: float = 1.0             # largest global norm of the gradient (0: any)
   save_every: int = 50          # steps between checkpoints (0: at the end only); the last two are kept
   eval_every: int = 200         # steps between validations, and one at the end (0: never)
+  cache: bool = True            # keep compiled training steps, so that the next run of the same settings starts at once
+  presets: str = ""             # bench: presets to time, a,b,... (empty: preset)
+  lengths: str = ""             # bench: lengths to time, n,m,... (empty: length)
   prompt: str = ""              # sample: text to continue (empty: "def "); comma-separated ids with token files (empty: 0)
   tokens: int = 0               # sample: tokens to generate (0: 200); eval: validation tokens to read (0: 65,536, as training does)
   temperature: float = 0.8      # sample: 0 takes the likeliest token
   top_k: int = 40               # sample: choose among that many (0: all)
 
 VALIDATION_TOKENS = 65_536
-MODES = ("train", "sample", "eval", "params")
+MODES = ("train", "sample", "eval", "bench", "params")
 LEAST = {"batch": 1, "length": 1}                      # every other number of Run is at least 0
-FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "prompt", "tokens", "temperature", "top_k"}
+FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets", "lengths", "prompt", "tokens", "temperature",
+        "top_k"}
 QUIET = FREE - {"steps", "init_from"}                  # keys that leave the result of training as it is
 
 # *** the command line ***
@@ -73,6 +79,15 @@ def check_run(run:Run) -> None:
     x = getattr(run, f.name)
     if type(x) in (int, float) and not LEAST.get(f.name, 0) <= x < math.inf:
       raise ValueError(f"{f.name}={x} must be {LEAST.get(f.name, 0)} or more: its default is {f.default}")
+
+def listed(run:Run) -> tuple[list[str], list[int]]:
+  """The presets and lengths of a bench.  ValueError names what is wrong."""
+  names, lengths = run.presets.split(",") if run.presets else [run.preset], run.lengths.split(",") if run.lengths else [str(run.length)]
+  for name in names:
+    if name not in atlas.PRESETS: raise ValueError(f"presets={run.presets}: {name!r} is unknown{atlas.near(name, atlas.PRESETS)}")
+  for n in lengths:
+    if not n.isdecimal() or int(n) < 1: raise ValueError(f"lengths={run.lengths}: {n!r} is not a number of tokens: write lengths=256,2048")
+  return names, [int(n) for n in lengths]
 
 def check_device() -> None:
   """Compiles and runs one small kernel, past the caches: a device may open and still have no compiler."""
@@ -174,6 +189,49 @@ def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:
     return loss, norm, eta
   return step
 
+def cache_folder() -> Path:
+  return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas-tinygrad"
+
+def cache_key(run:Run, cfg:atlas.Config) -> str:
+  """Everything that a compiled step depends on: settings, sources, versions, the device and what its compiler may assume of it."""
+  flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")][:1] if Path("/proc/cpuinfo").exists() else []
+  sources = [hashlib.sha256(Path(cast(str, m.__file__)).read_bytes()).hexdigest() for m in (kernels, atlas, sys.modules[__name__])]
+  tinygrad = [importlib.metadata.version("tinygrad"), {k: v.value for k, v in ContextVar._cache.items() if k not in ("DEBUG", "CACHELEVEL")}]
+  what = [dataclasses.asdict(cfg), run.batch, run.length, run.weight_decay, run.clip, sources, tinygrad, sys.version, platform.platform(), flags,
+          Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target)]
+  return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
+
+class Step(NamedTuple):
+  """A training step and the tensors that it changes: its buffers are theirs."""
+  run: Callable
+  params: dict
+  optimizer: OptimizerGroup
+
+def cached_step(key:str) -> Step|None:
+  """The compiled step of that key, or None.  It is a pickle, so it is read only from a folder and a file that are this user's and that no one else
+  may write, and only if it is whole."""
+  path = cache_folder() / f"{key}.pickle"
+  try:
+    for p in (path.parent, path):
+      if hasattr(os, "getuid") and (p.stat().st_uid != os.getuid() or p.stat().st_mode & 0o022): return None
+    digest, content = (blob := path.read_bytes())[:64], blob[64:]
+    if hashlib.sha256(key.encode() + content).hexdigest().encode() != digest: return None
+    os.utime(path)
+    return Step(*pickle.loads(content))
+  except Exception: return None                          # whatever is wrong with an entry: it is made anew
+
+def cache_step(key:str, step:Step) -> None:
+  """Keeps a captured step, and the 8 used last.  A cache that cannot be written is no error: the next run compiles."""
+  for p in get_state_dict(step.params).values(): p.grad = None
+  try:
+    (folder := cache_folder()).mkdir(parents=True, exist_ok=True, mode=0o700)
+    content, temporary = pickle.dumps(tuple(step)), folder / f"{key}.{os.getpid()}.tmp"
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
+      f.write(hashlib.sha256(key.encode() + content).hexdigest().encode() + content)
+    temporary.replace(folder / f"{key}.pickle")
+    for old in sorted(folder.glob("*.pickle"), key=lambda p: -p.stat().st_mtime)[8:]: old.unlink()
+  except (OSError, pickle.PicklingError, AttributeError, TypeError, RecursionError): pass
+
 def evaluator(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, length:int) -> Callable[[int], np.ndarray]:
   """A function of the number of tokens to read -> mean loss in bits per token at each position of the context, (length,).  It reads params as they
   are when it is called, and is compiled once."""
@@ -230,11 +288,18 @@ def open_log(out:Path, step:int):
 
 def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band:bool, stop:Stop) -> int:
   """Trains from `start` (a checkpoint) or from scratch; saves, validates, samples.  Returns the exit code."""
-  out, step = Path(run.out), read_meta(start)["step"] if start else 0
+  out, step, began = Path(run.out), read_meta(start)["step"] if start else 0, time.perf_counter()
   params = atlas.unflatten(read_weights(start, cfg)) if start else atlas.init(cfg, run.seed)
   if run.init_from and not start: params = atlas.unflatten(read_weights(Path(os.path.expanduser(run.init_from)), cfg))
+  optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
+  key = cache_key(run, cfg) if run.cache else ""
+  found = cached_step(key) if key else None
+  if found:                                              # its own tensors take the values
+    for mine, its in ((get_state_dict(params), get_state_dict(found.params)), (optimizer_state(optimizer), optimizer_state(found.optimizer))):
+      for name, t in its.items(): t.assign(mine[name]).realize()
+    train_step, params, optimizer = found
+  else: train_step = training_step(params, cfg, optimizer, run.clip)
   flat = get_state_dict(params)
-  optimizer = optimizer_for(flat, run.weight_decay)
   if start:
     saved = safe_load(start)
     for name, t in optimizer_state(optimizer).items(): t.assign(Tensor(saved[name].numpy())).realize()
@@ -253,11 +318,12 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
           file=sys.stderr)
     return 1
 
-  train_step, per_step, first = training_step(params, cfg, optimizer, run.clip), run.batch * run.length, step
+  per_step, first = run.batch * run.length, step
   unit, validate, curve = "byte" if text.is_bytes else "token", evaluator(params, cfg, text.val, run.batch, run.length), None
   log, writer, before = open_log(out, step)
-  began, saved_at = time.perf_counter(), step if start else -1
-  print("compiling: the first two steps take a minute or so, and the time left is known after the third")
+  saved_at = step if start else -1
+  print(f"the compiled step is in {cache_folder()}" if found else
+        "compiling: the first two steps take half a minute or so, and the time left is known after the third")
   with Context(TRAINING=1), log, tqdm(total=run.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1) as bar:
     while step < run.steps and not stop.asked:
       tick = time.perf_counter()
@@ -270,6 +336,7 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
         bar.close()
         return not_finite(f"loss {loss} (gradient norm {norm}) at step {step}", step - 1)
       seconds = time.perf_counter() - tick
+      if step == first + 2 and key and not found: cache_step(key, Step(train_step, params, optimizer))
       if step == first + 3:                                # the first step compiles and the second is captured; this one is replayed
         bar.write(f"compiled in {time.perf_counter() - began - seconds:.0f} s: {GlobalCounters.kernel_count:,} kernels and "
                   f"{GlobalCounters.global_ops / 1e9:.2f} GFLOP a step, {per_step / seconds:.0f} tokens/s")
@@ -335,6 +402,82 @@ def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
   speed = f"{1 / np.median(times[3:]):.0f} tokens/s" if len(times) > 3 else "too short to time"
   print(f"\n--- {len(times)} tokens, {speed} ---")
 
+# *** bench ***
+
+COLUMNS = ("preset", "backend", "length", "batch", "params", "first_step_s", "step_ms", "tok_s", "kernels", "gflop", "gbytes", "peak_mb",
+           "decode_tok_s")
+
+def form(cfg:atlas.Config) -> str:
+  """Which form of the recurrence a configuration takes on this device."""
+  return "softmax" if cfg.mixer == "attention" else "fused" if kernels.takes_fused(cfg, Tensor.empty(1)) else "ops"
+
+def agreement(cfg:atlas.Config) -> str:
+  """Values and a gradient of a small memory under the rule of cfg: both forms on this device against stock operations on the CPU."""
+  small, rng = dataclasses.replace(cfg, heads=2, key_dim=4, value_dim=4, chunk=8, muon_every=min(cfg.muon_every, 2)), np.random.default_rng(0)
+  shapes = {n: (2, *s[1:]) for n, s in atlas.memory_shapes(small).items()} | ({"a": (small.degree + 1,)} if small.features == "poly" else {})
+  numbers = [rng.normal(size=s) for s in (*shapes.values(), *[(1, 2, 20, 4)] * 3)] + [rng.uniform(0, 0.3, size=s) for s in [(1, 2, 20)] * 3]
+  numbers = [np.abs(x) if x.ndim == 1 else x for x in (*numbers, rng.uniform(size=(1, 2, 20, small.window)))]
+  def result(backend, device) -> list[np.ndarray]:
+    z = [Tensor(x.astype(np.float32), device=device).realize() for x in numbers]
+    q, k, v, alpha, theta, eta, gamma = z[len(shapes):]
+    y, _ = kernels.memory(dataclasses.replace(small, backend=backend), dict(zip(shapes, z)), q, k, v, alpha, theta, eta, gamma)
+    return [x.numpy() for x in (y.contiguous(), y.sin().sum().gradient(k)[0])]
+  exact = result("ops", "CPU")
+  def error(backend):
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(result(backend, Device.DEFAULT), exact))
+  return f"ops {error('ops'):.1e}, fused {error('fused'):.1e}"
+
+def bench_row(run:Run, cfg:atlas.Config, length:int) -> dict[str, Any]:
+  """One configuration, alone in its process: medians of 5 steps after the step was compiled and captured, and of 30 tokens decoded."""
+  import resource
+  params = atlas.init(cfg, run.seed)
+  optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
+  step, rng = training_step(params, cfg, optimizer, run.clip), np.random.default_rng(run.seed)
+  x, y = [Tensor(rng.integers(0, cfg.vocab, (run.batch, length)).astype(np.int32)).realize() for _ in range(2)]
+  def timed(f, *args) -> tuple[float, Any]:
+    GlobalCounters.reset()
+    tick = time.perf_counter()
+    result = f(*args)
+    result[0].numpy()
+    return time.perf_counter() - tick, result
+  with Context(TRAINING=1): times = [timed(step, x, y)[0] for _ in range(8)]
+  row = dict(params=atlas.parts(cfg)["total"], first_step_s=f"{times[0]:.1f}", step_ms=f"{np.median(times[3:]) * 1e3:.1f}",
+             tok_s=f"{run.batch * length / np.median(times[3:]):.0f}", kernels=GlobalCounters.kernel_count,
+             gflop=f"{GlobalCounters.global_ops / 1e9:.2f}", gbytes=f"{GlobalCounters.global_mem / 1e9:.3f}")
+  one_token, decode = TinyJit(lambda token, state: atlas.forward(params, cfg, token, state)), []
+  _, state = atlas.forward(params, cfg, Tensor([[0]]))
+  Tensor.realize(*state.values())
+  for _ in range(33):
+    seconds, (_, state) = timed(one_token, Tensor([[1]]), state)
+    decode.append(seconds)
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 1024)
+  return row | dict(peak_mb=f"{peak:.0f}", decode_tok_s=f"{1 / np.median(decode[3:]):.0f}")
+
+def bench(run:Run, model:dict) -> None:
+  """Times every preset at every length, each in a process of its own; prints a table and writes it to out/bench.csv."""
+  names, lengths = listed(run)
+  cfgs, path = {name: atlas.preset(name, run.size, **model) for name in names}, Path(run.out) / "bench.csv"
+  for name, cfg in cfgs.items():
+    if cfg.mixer == "memory": print(f"{name} on {Device.DEFAULT}, relative error against stock operations on the CPU: {agreement(cfg)}", flush=True)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+  with path.with_suffix(".tmp").open("w", newline="") as file:
+    writer = csv.DictWriter(file, COLUMNS)
+    writer.writeheader()
+    print("  ".join(f"{c:>12s}" for c in COLUMNS))
+    for name, length in [(n, t) for n in names for t in lengths]:
+      cfg = cfgs[name]
+      row = dict(preset=name, backend=form(cfg), length=length, batch=run.batch)
+      try:
+        if Device.DEFAULT.startswith("CPU") and memory_estimate(cfg, run.batch, length) > available: raise MemoryError
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool: row |= pool.submit(bench_row, run, cfg, length).result()
+      except (MemoryError, BrokenProcessPool): row["params"] = "does not fit"
+      writer.writerow(row)
+      file.flush()
+      print("  ".join(f"{row.get(c, '')!s:>12s}" for c in COLUMNS), flush=True)
+  path.with_suffix(".tmp").replace(path)
+  print(f"written to {path}")
+
 # *** the commands ***
 
 def parts_line(cfg:atlas.Config) -> str:
@@ -371,7 +514,8 @@ def resolve(own:dict, model:dict) -> Job:
   out, reads_text = Path(os.path.expanduser(run.out)), run.mode in ("train", "eval")
   run = dataclasses.replace(run, out=str(out))
   found = checkpoints(out) if run.mode in ("sample", "eval") or run.resume else []
-  if not found: cfg = atlas.preset(run.preset, run.size, **model)             # with a checkpoint, its settings count
+  if run.mode == "bench": cfg = [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
+  elif not found: cfg = atlas.preset(run.preset, run.size, **model)           # with a checkpoint, its settings count
   check_device()
   if "data" in own and (run.mode == "eval" or run.mode == "train" and found): data.read(run.data)   # a fault in it comes before the checkpoint's
   if found: run, cfg = from_checkpoint(found[-1], run, own, model)
@@ -392,7 +536,7 @@ def resolve(own:dict, model:dict) -> Job:
     if not path.is_file(): raise ValueError(f"init_from={path} does not exist: name a .safetensors checkpoint")
     read_meta(path)
     read_weights(path, cfg)
-  if run.mode == "train": check_out(out)
+  if run.mode in ("train", "bench"): check_out(out)
   return Job(run, cfg, text, start, run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET)
 
 def from_checkpoint(path:Path, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
@@ -433,6 +577,9 @@ def main(argv:list[str]) -> int:
   if run.mode == "train": describe(run, cfg, job.text)
   if run.mode == "params" or run.steps == 0: return 0
   try:
+    if run.mode == "bench":
+      bench(run, model)
+      return 0
     if run.mode == "train" and job.text:
       with Stop() as stop: return train(run, cfg, job.text, job.start, job.check_band, stop)
     assert job.start is not None
