@@ -223,7 +223,7 @@ def test_the_kernels_gradients_are_those_of_the_operations_through_the_state_too
   inputs, found = [*tw.values(), *first.values(), *second.values()], []
   for cfg in cfgs:
     y, state = kernels.memory(cfg, tw, *first.values())
-    z, _ = kernels.memory(cfg, tw, *second.values(), state)
+    z, _ = kernels.memory(cfg, tw, *second.values(), state=state)
     found.append((y.cat(z, dim=2).sin().sum()).gradient(*inputs))
     Tensor.realize(*found[-1])
   for a, b in zip(*found): assert record("one kernel against stock operations", relative(a.numpy(), b.numpy())) < 1e-5
@@ -419,6 +419,17 @@ def test_newton_schulz_and_its_gradient_are_finite_at_zero_tiny_and_rank_one(sha
   g, = (y * Tensor(r.normal(size=S.shape).astype(np.float32))).sum().gradient(x)
   assert np.isfinite(y.numpy()).all() and np.isfinite(g.numpy()).all() and (y.numpy()[0] == 0).all()
 
+# *** products ***
+
+@pytest.mark.parametrize("G,R,K,C", [(1, 5, 7, 3), (2, 8, 12, 16), (3, 1, 16, 20), (1, 6, 33, 29), (1, 24, 520, 48)])
+def test_matmul_is_the_product_and_so_are_its_gradients(G, R, K, C):
+  rng = np.random.default_rng(0)
+  for xt, yt in itertools.product((False, True), repeat=2):
+    x, y = [Tensor(rng.normal(size=(G, *(s[::-1] if t else s))).astype(np.float32)).realize() for s, t in (((R, K), xt), ((K, C), yt))]
+    def all_of(z): return [t.numpy() for t in (z.contiguous(), *z.sin().sum().gradient(x, y))]
+    theirs = (x.transpose(-1, -2) if xt else x) @ (y.transpose(-1, -2) if yt else y)
+    for a, b in zip(all_of(kernels.matmul(x, y, xt, yt)), all_of(theirs)): assert relative(a, b) < 1e-5
+
 # *** 7. stress ***
 
 def hostile(tokens, vocab):
@@ -486,7 +497,8 @@ def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch)
   from tinygrad.uop.ops import Ops
   class Metal(MetalRenderer):
     def __init__(self): self.target, self.compiler = Target("METAL"), Compiler()       # without Apple's compiler
-  graphs, program = {}, kernels._program
+  graphs: dict[bytes, Any] = {}
+  program = kernels._program
   monkeypatch.setattr(kernels, "_program", lambda sink, args, device: (graphs.setdefault(sink.key, sink), program(sink, args, device))[1])
   for cached in (kernels._compiled_kernel, kernels._matmul_kernel): cached.cache_clear()
   for backend in ("ops", "fused"):
@@ -501,8 +513,10 @@ def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch)
     assert all(len(source) > 50 for source in sources)
     if isinstance(renderer, CUDARenderer): code = sources
   if not (nvcc := shutil.which("nvcc")): pytest.skip("rendered; no nvcc here to compile the CUDA sources")
-  code = [re.sub(r"(__launch_bounds__\(\d+\)\s+)\w+\(", rf"\1kernel_{n}(", source, count=1) for n, source in enumerate(code)]
-  (tmp_path / "all.cu").write_text("\n".join(code))
+  heads, bodies = zip(*[source.split('extern "C"', 1) for source in code])
+  renamed = [re.sub(r"(__launch_bounds__\(\d+\)\s+)\w+\(", rf"\1kernel_{n}(", 'extern "C"' + body, count=1) for n, body in enumerate(bodies)]
+  helpers = dict.fromkeys(line for head in heads for line in head.splitlines())
+  (tmp_path / "all.cu").write_text("\n".join([*helpers, *renamed]))
   done = subprocess.run([nvcc, "-arch=sm_80", "-cubin", "-o", str(tmp_path / "all.cubin"), str(tmp_path / "all.cu")], capture_output=True, text=True)
   assert done.returncode == 0, done.stderr[-2000:]
 
@@ -692,6 +706,40 @@ def test_a_run_stops_cleanly_resumes_bit_for_bit_samples_and_evaluates(tmp_path,
   assert train.main([*run, f"out={tmp_path / 'n'}", "steps=0", f"init_from={train.checkpoints(tmp_path / 'a')[-1]}"]) == 0
   capsys.readouterr()
   assert train.main([*run, f"out={tmp_path / 'a'}", "steps=1"]) == 0 and (tmp_path / "a.1" / "log.csv").exists()      # a fresh run loses nothing
+
+def test_the_step_cache_changes_nothing_and_a_damaged_or_foreign_entry_is_made_anew(tmp_path, text, monkeypatch, capsys):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  run = [*TINY, text, "preset=deltanet", "steps=4", "batch=2", "length=16", "tokens=1", "warmup=2", "eval_every=0"]
+  def weights(out, *more):
+    assert train.main([*run, f"out={tmp_path / out}", *more]) == 0
+    return safe_load(train.checkpoints(tmp_path / out)[-1]), "the compiled step is in" in capsys.readouterr().out
+  first, hit = weights("a")
+  entries = list((tmp_path / "cache").rglob("*.pickle"))
+  assert not hit and len(entries) == 1
+  good = entries[0].read_bytes()
+  def same(x): return all(x[n].numpy().tobytes() == first[n].numpy().tobytes() for n in first)
+  second, hit = weights("b")
+  assert hit and same(second)
+  assert not weights("c", "cache=0")[1] and not weights("d", "lr=0.01", "clip=0.5")[1]
+  for bad in (good[:1000], good[:-1] + bytes([good[-1] ^ 1]), b"x" * 64 + good[64:]):
+    entries[0].write_bytes(bad)
+    third, hit = weights("e")
+    assert not hit and same(third) and entries[0].read_bytes() != bad
+  entries[0].write_bytes(good)
+  entries[0].chmod(0o666)
+  assert not weights("f")[1]                             # others may write it: not trusted
+
+def test_bench_prints_and_writes_a_row_per_preset_and_length(tmp_path, capsys):
+  argv = ["mode=bench", *TINY, "batch=2", f"out={tmp_path / 'o'}", "presets=deltanet,transformer++", "lengths=16,32"]
+  assert train.main([*argv, "steps=0"]) == 0 and not (tmp_path / "o").exists()
+  assert train.main(argv[:-2] + ["presets=deltanet", "lengths=16,100000000"]) == 0
+  table = list(csv.DictReader((tmp_path / "o" / "bench.csv").open()))
+  assert tuple(table[0]) == train.COLUMNS and [r["length"] for r in table] == ["16", "100000000"]
+  assert table[0]["backend"] == ("fused" if Device.DEFAULT == "CPU" else "ops") and all(table[0].values()) and float(table[0]["tok_s"]) > 0
+  assert table[1]["params"] == "does not fit" and not any(table[1][c] for c in train.COLUMNS[5:])
+  for words, message in (("presets=atlas,titan", "did you mean titans"), ("lengths=16,x", "'x' is not a number of tokens")):
+    capsys.readouterr()
+    assert train.main(["mode=bench", *words.split()]) == 2 and message in last_error(capsys)
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, text, capsys, monkeypatch):
   """The step whose loss is not finite is named; the checkpoint whose weights gave that loss goes, the one before stays and is good."""

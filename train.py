@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, cast
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit
+from tinygrad.device import Buffer
 from tinygrad.helpers import ContextVar, GlobalCounters
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict, safe_load, safe_load_metadata, safe_save
@@ -207,6 +208,11 @@ class Step(NamedTuple):
   params: dict
   optimizer: OptimizerGroup
 
+def overwrite(t:Tensor, values:np.ndarray) -> None:
+  """Writes into the memory of a realized tensor.  (An assignment stays in its graph, and would be made again whenever it is read.)"""
+  buffer = cast(Buffer, t.uop.base.buffer)
+  buffer.copy_from(Buffer("PYTHON", buffer.size, buffer.dtype, opaque=memoryview(bytearray(values.tobytes()))))
+
 def cached_step(key:str) -> Step|None:
   """The compiled step of that key, or None.  It is a pickle, so it is read only from a folder and a file that are this user's and that no one else
   may write, and only if it is whole."""
@@ -292,17 +298,16 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
   params = atlas.unflatten(read_weights(start, cfg)) if start else atlas.init(cfg, run.seed)
   if run.init_from and not start: params = atlas.unflatten(read_weights(Path(os.path.expanduser(run.init_from)), cfg))
   optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
-  key = cache_key(run, cfg) if run.cache else ""
-  found = cached_step(key) if key else None
-  if found:                                              # its own tensors take the values
-    for mine, its in ((get_state_dict(params), get_state_dict(found.params)), (optimizer_state(optimizer), optimizer_state(found.optimizer))):
-      for name, t in its.items(): t.assign(mine[name]).realize()
-    train_step, params, optimizer = found
-  else: train_step = training_step(params, cfg, optimizer, run.clip)
-  flat = get_state_dict(params)
   if start:
     saved = safe_load(start)
     for name, t in optimizer_state(optimizer).items(): t.assign(Tensor(saved[name].numpy())).realize()
+  key = cache_key(run, cfg) if run.cache else ""
+  if found := cached_step(key) if key else None:         # the step's own tensors take the values
+    for mine, its in ((get_state_dict(params), get_state_dict(found.params)), (optimizer_state(optimizer), optimizer_state(found.optimizer))):
+      for name, t in its.items(): overwrite(t, mine[name].numpy())
+    train_step, params, optimizer = found
+  else: train_step = training_step(params, cfg, optimizer, run.clip)
+  flat = get_state_dict(params)
   if not start and used(out):
     n = next(n for n in range(1, sys.maxsize) if not Path(f"{out}.{n}").exists())
     out.rename(f"{out}.{n}")
