@@ -223,7 +223,7 @@ def test_the_kernels_gradients_are_those_of_the_operations_through_the_state_too
   inputs, found = [*tw.values(), *first.values(), *second.values()], []
   for cfg in cfgs:
     y, state = kernels.memory(cfg, tw, *first.values())
-    z, _ = kernels.memory(cfg, tw, *second.values(), state=state)
+    z, _ = kernels.memory(cfg, tw, **second, state=state)
     found.append((y.cat(z, dim=2).sin().sum()).gradient(*inputs))
     Tensor.realize(*found[-1])
   for a, b in zip(*found): assert record("one kernel against stock operations", relative(a.numpy(), b.numpy())) < 1e-5
