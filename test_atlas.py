@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
-import kernels, atlas, data, train
+import kernels, atlas, data, experiments, train
 from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.nn.state import get_state_dict, safe_load
 
@@ -754,6 +754,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 def commands():
   """The arguments of every command of the README that runs train.py."""
   return [shlex.split(c, comments=True) for c in re.findall(r"\bpython train\.py([^`\n]*)", (Path(__file__).parent / "README.md").read_text())]
+
+def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
+  monkeypatch.setattr(experiments, "LAYERS", {"small": experiments.Layer(dict(window=2, chunk=4), 2, 4, 4, 1, 12, True)})
+  experiments.speed()
+  shown = capsys.readouterr().out
+  assert re.search(r"small +fused .*\nsmall +ops .*\n +fused is [\d.]+ times as fast", shown)
+  assert float(shown.split("outputs and gradients ")[1].split()[0]) < 1e-5
 
 def test_the_readmes_commands_are_accepted(tmp_path, monkeypatch, capsys):
   shutil.copy(Path(__file__).parent / "README.md", tmp_path)
