@@ -1,7 +1,8 @@
 """The memory recurrence of ATLAS: one small network per head whose weights change while the sequence is read.
 
-Read downwards: features, the memory and its gradient, Newton-Schulz, the coefficients of a chunk, the sequential pass over
-chunks, the outputs, and `memory`, which puts them together.  Equation numbers are those of arXiv 2505.23735.
+Read downwards: features, the memory and its gradient, Newton-Schulz; the stock form (the coefficients of a chunk, the sequential pass
+over chunks, the outputs: `by_ops`); matrices inside a kernel, and the same recurrence in one (`fused`); and `memory`, which takes
+one of the two.  Equation numbers are those of arXiv 2505.23735.
 
 For token t, with M' the memory just before the first token of t's chunk (`base`):
 
@@ -365,6 +366,10 @@ class Kernel:
     self.wait = (*self.wait, r)
     yield r
     self.wait, self.times = (self.wait[0].end(r),), self.times // size
+  def code(self, name:str, numbers:int) -> UOp|None:
+    """All of it, for the compiler; numbers: how many its arguments hold.  None when it was quiet."""
+    if not self.wait: return None
+    return self.wait[0].sink(arg=KernelInfo(name, opts_to_apply=(), estimates=Estimates(self.flops, 4 * numbers, 4 * numbers)), tag=1)
   def load(self, m:Stored, i, j, wait=None) -> UOp:
     assert m.buffer is not None
     return m.buffer.after(*(self.wait if wait is None else wait))[m.at(i, j)]
@@ -560,6 +565,8 @@ class Kernel:
 
 # *** compiled kernels as Tensors ***
 
+def on_cpu(device:Any) -> bool: return isinstance(device, str) and device.startswith("CPU")              # a tuple: several devices
+
 def _program(sink:UOp, args:list[str], device:str) -> tuple[list[str], UOp]:
   """A compiled kernel and the arguments that it uses.  Its code is kept, its thousands of operations are not: every pass over the graph would walk
   them."""
@@ -588,9 +595,7 @@ def _matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, device:str):
       def matrix(buffer, R, C, transposed):
         return matrix(buffer, C, R, False).transpose() if transposed else Stored(k, buffer, (R, C), g * (R * C), C)
       k.product(matrix(out, R, C, False), matrix(x, R, K, xt), matrix(y, K, C, yt), large=True)
-    numbers = sum(size.values())
-    info = KernelInfo(f"matmul_{G}_{R}_{C}_{K}", opts_to_apply=(), estimates=Estimates(k.flops, 4 * numbers, 4 * numbers))
-    return list(size), size, k.wait and k.wait[0].sink(arg=info, tag=1), k.used
+    return list(size), size, k.code(f"matmul_{G}_{R}_{C}_{K}", sum(size.values())), k.used
   args, size, sink, _ = build(build(-1)[3])
   args, program = _program(sink, args, device)
   return args, size, program
@@ -602,8 +607,7 @@ def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
   else: lead = x.shape[:-2] + (x.shape[-1 if xt else -2],)
   (R, K), (K2, C) = [cast(tuple[int, int], z.shape[-2:][::-1 if t else 1]) for z, t in ((x, xt), (y, yt))]
   if K != K2: raise ValueError(f"matmul: {K} columns do not meet {K2} rows")
-  on_cpu = isinstance(x.device, str) and x.device.startswith("CPU")
-  fits = on_cpu and x.dtype == y.dtype == dtypes.float and (C < 8 or _divisor(C, 24, 32, 16, 8) >= 4)
+  fits = on_cpu(x.device) and x.dtype == y.dtype == dtypes.float and (C < 8 or _divisor(C, 24, 32, 16, 8) >= 4)
   if not fits: return ((x.transpose(-1, -2) if xt else x) @ (y.transpose(-1, -2) if yt else y)).reshape(*lead, C)
   G, device = math.prod(cast(tuple[int, ...], x.shape[:-2])), cast(str, x.device)
   def backward(g, call):
@@ -675,7 +679,7 @@ def _gd_chunk(k:Kernel, cfg, b:int, E:int, kept, r, queries, y, band, alpha, the
     k.assign(then[0], alpha.block(t, 1) * now[0] - eta.block(t, 1) * p)                     # M_t = alpha_t M_{t-1} - eta_t S_t
     k.assign(then[1], alpha.block(t, 1) * now[1])
   rows = k.scan(b, token, start)
-  (C, left), last = [m.view((b, m.shape[1]), 0, m.shape[1], 1) for m in rows(1)[:2]], rows(b)
+  (C, left), last = [m.block(0, b) for m in rows(1)[:2]], rows(b)
   def read(name, z):
     u, x = kept[name]
     state = left * (z @ M[name].transpose())
@@ -702,7 +706,7 @@ def _muon_chunk(k:Kernel, cfg, b:int, every:int, kept, r, queries, y, band, alph
       k.assign(then[1], theta.block(t, 1) * now[1].map(lambda x: first.where(1.0, x)))
       k.assign(then[2], theta.block(t, 1) * now[2].map(lambda x: first.where(0.0, x)) + band.block(t, 1))
     start = [Matrix(k, (1, n), (), lambda i, j: _constant(0.0)).stored() for n in (1, 1, band.shape[1])[:3 if cfg.momentum else 1]]
-    stack = [m.view((b, m.shape[1]), 0, m.shape[1], 1) for m in k.scan(b, token, start)(1)]
+    stack = [m.block(0, b) for m in k.scan(b, token, start)(1)]
     fall, stay, weights = stack if cfg.momentum else (stack[0], theta, band)
   names, n, window = list(M), len(M), every + cfg.window - 1
   def group(g, now, then):
@@ -824,14 +828,12 @@ def _kernel(cfg, s:_Shapes, parallel:bool, backward:bool, given:bool, scratch:tu
         k.backward(lambda: chunk(n, base, *state(P["states"], n + 1, at(n % 2)), state(None, 0, at((n + 1) % 2))))
       copy(line("dfirst", g * length, lay.half), line("grads", at(2)[1], lay.half))
       copy(line("dfirst", g * length + lay.half, lay.size), line("grads", at(0)[1], lay.size))
-  numbers = sum(size[n] for n in args)
-  info = KernelInfo("memory_backward" if backward else "memory", opts_to_apply=(), estimates=Estimates(k.flops, 4 * numbers, 4 * numbers))
-  return args, size, k.wait and k.wait[0].sink(arg=info, tag=1), (k.used, k.used_grads)
+  return args, size, k.code("memory_backward" if backward else "memory", sum(size[n] for n in args)), (k.used, k.used_grads)
 
 @functools.cache
 def _compiled_kernel(cfg, s:_Shapes, device:str, backward:bool, given:bool):
   """-> names of the arguments, their sizes, the program.  Built twice: the first time to see how much scratch memory it needs."""
-  shape = (cfg, s, not device.startswith("CPU"), backward, given)
+  shape = (cfg, s, not on_cpu(device), backward, given)
   args, size, sink, _ = _kernel(*shape, _kernel(*shape, (0, 0))[3])
   args, program = _program(sink, args, device)
   return args, size, program
@@ -884,9 +886,10 @@ def read_position(state:dict[str, Tensor]) -> int|None:
   except JitError: return None
 
 def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[str, Tensor]:
-  """The state before the first token: M_0 for every row of the batch, S_0 = 0, position 0.  A flat dict of Tensors: "position" (), "M.*",
-  "S.*" (momentum) and "base.*" (B,H,out,in), "k" and "v" (B,H,window-1,.), the keys and values that a window still reaches (window > 1)."""
-  M = {n: w.unsqueeze(0).expand(B, *w.shape).contiguous() for n, w in weights.items() if n != "a"}
+  """The state before the first token: M_0, S_0 = 0, position 0.  A flat dict of Tensors: "position" (), "M.*", "S.*" (momentum) and "base.*",
+  (H,out,in) here, where the rows of the batch still share them, and (B,H,out,in) after the first call; "k" and "v" (B,H,window-1,.), the keys
+  and values that a window still reaches (window > 1)."""
+  M = {n: w for n, w in weights.items() if n != "a"}
   first = weights["W" if cfg.memory == "linear" else "W1"]
   def zeros(*shape): return Tensor.zeros(*shape, device=first.device).contiguous()
   state = {"position": Tensor(0, dtype=dtypes.int32, device=first.device), **{f"{p}.{n}": m for p in ("base", "M") for n, m in M.items()}}
@@ -897,7 +900,7 @@ def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[st
 def takes_fused(cfg, x:Tensor) -> bool:
   """auto: on CPUs one kernel is faster than many; on a GPU its loops would run in a single thread a head, and nothing has been measured there."""
   if not isinstance(x.device, str) or x.dtype != dtypes.float: return False
-  return cfg.backend == "fused" or cfg.backend == "auto" and x.device.startswith("CPU")
+  return cfg.backend == "fused" or cfg.backend == "auto" and on_cpu(x.device)
 
 def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
            state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -911,12 +914,9 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   (B, _, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
   known = 0 if state is None or T == 1 else read_position(state)
-  phase, is_first, in_one_kernel = 0 if known is None else known % b, state is None, takes_fused(cfg, q)
+  phase, is_first = 0 if known is None else known % b, state is None
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
-  if is_first and in_one_kernel:                         # heads of all rows of the batch start from the same numbers
-    M = {n: w for n, w in weights.items() if n != "a"}
-    S = {n: w.zeros_like() for n, w in M.items()} if cfg.momentum else {}
   # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
   if T == 1 and not is_first: base = {n: (position % b == 0).where(M[n], w) for n, w in base.items()}
   elif phase == 0: base = M
@@ -933,8 +933,9 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   if r > 1: eta = ((index + 1) % r == 0).where(eta, 0)
   stream = {n: state[n].cat(z, dim=2) if c > 1 else z for n, z in (("k", k), ("v", v))}
   keys, values = [padded(z) for z in ((k, v) if is_first else stream.values())]
-  y, base, M, S = (fused if in_one_kernel else by_ops)(cfg, weights.get("a"), base, M, S, padded(q), keys, values, padded(alpha, 1.0),
-                                                       padded(theta, 1.0), padded(eta), padded(gamma), size, every)
+  recur = fused if takes_fused(cfg, q) else by_ops
+  y, base, M, S = recur(cfg, weights.get("a"), base, M, S, padded(q), keys, values, padded(alpha, 1.0), padded(theta, 1.0), padded(eta),
+                        padded(gamma), size, every)
   y = y[:, :, front:front + T]
   if known is None: y = (position % b == 0).where(y, math.nan)
   # clones: a jit must not return what is the caller's, nor what a later call in it may overwrite

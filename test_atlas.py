@@ -464,7 +464,7 @@ def test_very_long_hostile_streams_stay_finite(name): check_stress(name, 65536)
 devices = pytest.mark.devices
 
 def one_step(backend):
-  """Loss and gradients of a small titans and a small atlas, and everything they launch: the graphs of kernels by device form."""
+  """Loss and gradients, not yet computed, of a small titans and a small atlas."""
   out = []
   for name in ("titans", "atlas"):
     cfg = small(name, backend=backend)

@@ -474,7 +474,7 @@ def bench(run:Run, model:dict) -> None:
       cfg = cfgs[name]
       row = dict(preset=name, backend=form(cfg), length=length, batch=run.batch)
       try:
-        if Device.DEFAULT.startswith("CPU") and memory_estimate(cfg, run.batch, length) > available: raise MemoryError
+        if kernels.on_cpu(Device.DEFAULT) and memory_estimate(cfg, run.batch, length) > available: raise MemoryError
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool: row |= pool.submit(bench_row, run, cfg, length).result()
       except (MemoryError, BrokenProcessPool): row["params"] = "does not fit"
       writer.writerow(row)
