@@ -103,8 +103,9 @@ def gradients(cfg, W:dict[str, Any], x:Any, k:Any, v:Any) -> dict[str, tuple[Any
   h = (act if gate is None else act * gate).contiguous()
   y = h @ W["W1"].transpose(-1, -2)
   e = error(y + k if k.shape[-1] == v.shape[-1] else y).contiguous()
-  dh = (e @ W["W1"]).contiguous()
+  dh = (e @ W["W1"]).contiguous_backward()
   if gate is None: return {"W1": (e, h), "W2": ((dh * slope).contiguous(), x)}
+  dh = dh.contiguous()
   return {"W1": (e, h), "W2": ((dh * gate * slope).contiguous(), x), "W3": ((dh * act).contiguous(), x)}
 
 # *** Newton-Schulz ***
@@ -172,71 +173,79 @@ def coefficients(cfg, E:int, every:int, alpha:Tensor, theta:Tensor, eta:Tensor, 
 
 # *** the sequential pass: moves the states from chunk to chunk, and nothing else ***
 
-def _row(x:Tensor) -> Tensor: return x.reshape(*x.shape, 1, 1)               # a scalar per head, beside its matrices
+def _pack(parts, lead:int) -> Tensor:
+  """Tensors that share their first `lead` axes, as one row of numbers each."""
+  return Tensor.cat(*[z.flatten(lead) if z.ndim > lead else z.unsqueeze(-1) for z in parts], dim=-1)
 
-def chunk_step(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:Tensor, C:Tensor, P:Tensor) -> tuple[Tensor, ...]:
+def _unpack(row:Tensor, shapes, sums=lambda n: True) -> list[Tensor]:
+  """The parts of a row.  Where the gradient of part n is a sum (a product, for example) it is stored before the gradients are packed in their
+  turn: fused with that, sums would be computed for every number of the row."""
+  ends = list(itertools.accumulate(map(math.prod, shapes)))
+  parts = [row[..., end - math.prod(shape):end].reshape(*row.shape[:-1], *shape) for end, shape in zip(ends, shapes)]
+  return [part.contiguous_backward() if sums(n) else part for n, part in enumerate(parts)]
+
+def _scalar(x:Tensor) -> Tensor: return x.reshape(*x.shape, 1, 1)            # one number, beside the matrices it multiplies
+
+def chunk_step(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:Tensor, P:Tensor, C:Tensor|None=None) -> list[Tensor]:
   """One chunk: the memory and momentum after its last token, and what its outputs need.
-  base, M, S: weights (B,H,o,i); gradients are taken at base.  x, k, v: the chunk with its halo (B,H,E,.).  a (B,H), C (B,H,.): last rows of
-  `coefficients`.  P: last row (B,H,[1+]E) for gd, the steps' rows (B,H,R,[1+]E) for muon.
-  Returns every M, then every S, then per weight the pair u (B,H,E,o), x (B,H,E,i) for gd, or the steps U (B,H,R,o,i) for muon."""
-  skip = int(cfg.momentum)                               # with momentum the first source is S itself
-  new_M, new_S, kept = [], [], []
-  for name, (u, inp) in gradients(cfg, base, x, k, v).items():
-    if cfg.optimizer == "gd":
-      W = _row(a) * M[name] - (u * C[..., skip:].unsqueeze(-1)).contiguous().transpose(-1, -2) @ inp
-      if cfg.momentum:
-        W = W - _row(C[..., 0]) * S[name]
-        new_S.append((_row(P[..., 0]) * S[name] + (u * P[..., 1:].unsqueeze(-1)).contiguous().transpose(-1, -2) @ inp).contiguous())
-      kept += [u, inp]
-    else:
-      weighted = (P[..., skip:].unsqueeze(-2) * u.transpose(-1, -2).unsqueeze(-3)).contiguous()                # (B,H,R,o,E)
-      steps = (weighted.flatten(-3, -2) @ inp).reshape(*weighted.shape[:-1], inp.shape[-1])                  # (B,H,R,o,i)
-      if cfg.momentum:
-        steps = (steps + _row(P[..., 0]) * S[name].unsqueeze(-3)).contiguous()
-        new_S.append(steps[..., -1, :, :].contiguous())
-      U = newton_schulz(steps.contiguous(), cfg.ns_steps).contiguous()
-      W = _row(a) * M[name] - (_row(C) * U).sum(-3)
-      kept.append(U)
-    new_M.append(W.contiguous())
-  return (*new_M, *new_S, *kept)
+  base, M, S: weights (B,H,o,i); gradients are taken at base.  x, k, v: the chunk with its halo (B,H,E,.).  a (B,H), what is left of M.
+  P (B,H,R,[1+]E): R rows of weights over [S and] the gradients.  gd: for what M gains, and for S (momentum).  muon: for S at every step; C (B,H,R).
+  Returns every M, every S, then for gd every u (B,H,E,o) and the hidden layer (B,H,E,i), if there is one; for muon every U (B,H,R,o,i)."""
+  skip, new_M, new_S, kept = int(cfg.momentum), [], [], []
+  factors = gradients(cfg, base, x, k, v)
+  for name, (u, inp) in factors.items():
+    weighted = P[..., skip:].unsqueeze(-2) * u.transpose(-1, -2).unsqueeze(-3)                             # (B,H,R,o,E)
+    sums = (weighted.flatten(-3, -2) @ inp).reshape(*weighted.shape[:-1], inp.shape[-1])                   # (B,H,R,o,i)
+    if cfg.momentum: sums = sums + _scalar(P[..., 0]) * S[name].unsqueeze(-3)
+    sums = sums.contiguous()
+    if cfg.momentum: new_S.append(sums[..., -1, :, :])
+    kept.append(u if C is None else newton_schulz(sums, cfg.ns_steps).contiguous())
+    new_M.append(_scalar(a) * M[name] + (sums[..., 0, :, :] if C is None else -(_scalar(C) * kept[-1]).sum(-3).contiguous()))
+  return [*new_M, *new_S, *kept, *[inp for name, (_, inp) in factors.items() if name == "W1" and C is None]]
 
 @functools.cache
-def _compiled_step(cfg):
-  """chunk_step as one call that tinygrad schedules and compiles once, forward and backward, however many chunks there are."""
+def _compiled_step(cfg, weights, streams):
+  """chunk_step from rows of numbers to a row, as one call that tinygrad schedules and compiles once, forward and backward, for all chunks.
+  weights: names and shapes of every M, then of every S; streams: shapes of x, k, v, a, P[, C]."""
+  names, shapes = zip(*weights)
+  many = len(weights) // (1 + cfg.momentum)             # matrices of M
   @function(precompile=True, precompile_backward=True)
-  def step(*args): return chunk_step(cfg, *args)
+  def step(base, state, chunk):
+    states = _unpack(state, shapes, lambda n: cfg.optimizer == "muon")
+    out = chunk_step(cfg, dict(zip(names, _unpack(base, shapes[:many]))), dict(zip(names, states[:many])), dict(zip(names, states[many:])),
+                     *_unpack(chunk, streams, lambda n: n not in (1, 2)))
+    return _pack(out, 2).contiguous(), *out[len(names):]
   return step
 
-def state_pass(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:Tensor, C:Tensor, P:Tensor):
-  """chunk_step over all N chunks, axis 2 of x, k, v, a, C, P.  Returns the last chunk's base, the last M and S, and, stacked on axis 2 for
+def state_pass(cfg, base:dict, M:dict, S:dict, *streams:Tensor):
+  """chunk_step over all N chunks, axis 2 of the streams x, k, v, a, P[, C].  Returns the last chunk's base, the last M and S, and, on axis 2 for
   every chunk, the M and S it began with and what chunk_step kept."""
-  names, N, starts, kept = list(M), x.shape[2], [], []
-  step = _compiled_step(cfg) if N > 1 else functools.partial(chunk_step, cfg)
-  for n in range(N):
-    if n: base = M
-    starts.append((*M.values(), *S.values()))
-    out = step(base, M, S, *[z[:, :, n].contiguous() for z in (x, k, v, a, C, P)])
-    M, S, out = dict(zip(names, out)), dict(zip(S, out[len(M):])), out[len(M) + len(S):]
-    kept.append(out)
-  def stacked(parts): return [z[0].unsqueeze(2) if N == 1 else Tensor.stack(*z, dim=2).contiguous() for z in zip(*parts)]
-  first, sources = stacked(starts), stacked(kept)
-  per = len(sources) // len(names)
-  return base, M, S, dict(zip(names, first)), dict(zip(S, first[len(M):])), {n: sources[i * per:(i + 1) * per] for i, n in enumerate(names)}
+  N, E, R = streams[0].shape[2], streams[0].shape[3], streams[4].shape[3]
+  weights = tuple((n, w.shape[2:]) for part in (M, S) for n, w in part.items())
+  if cfg.optimizer == "muon": kept = [(R, *w.shape[2:]) for w in M.values()]
+  else: kept = [(E, w.shape[2]) for w in M.values()] + [(E, w.shape[3]) for n, w in M.items() if n == "W1"]
+  step, shapes = _compiled_step(cfg, weights, tuple(z.shape[3:] for z in streams)), [shape for _, shape in weights]
+  chunks = _pack(streams, 3).permute(2, 0, 1, 3).contiguous()
+  first, rows = _pack(base.values(), 2).contiguous(), [_pack([*M.values(), *S.values()], 2).contiguous()]
+  for n in range(N): rows.append(step(rows[-1] if n else first, rows[-1], chunks[n].contiguous())[0])
+  def states(row): return dict(zip(M, parts := _unpack(row, shapes))), dict(zip(S, parts[len(M):]))
+  size = rows[0].shape[-1]
+  starts, after = [Tensor.stack(*part, dim=2).contiguous() for part in ([r[..., :size] for r in rows[:-1]], [r[..., size:] for r in rows[1:]])]
+  return states(rows[-2])[0] if N > 1 else base, *states(rows[-1]), *states(starts), _unpack(after, kept)
 
 # *** the outputs ***
 
-def outputs(cfg, M:dict, S:dict, kept:dict, r:Tensor, q:Tensor, a:Tensor, C:Tensor) -> Tensor:
-  """y_t = M_t(phi(q_t)) for every token, without any M_t: r = phi(q) (B,H,N,b,D), q (B,H,N,b,d); the rest as state_pass stacked it
-  and `coefficients` made it -> (B,H,N,b,value_dim)."""
-  a = a.unsqueeze(-1)
+def outputs(cfg, M:dict, S:dict, kept:list, x:Tensor, r:Tensor, q:Tensor, a:Tensor, C:Tensor) -> Tensor:
+  """y_t = M_t(phi(q_t)) for every token, without any M_t: x = phi(k) (B,H,N,E,D), r = phi(q) (B,H,N,b,D), q (B,H,N,b,d); the rest as
+  state_pass and `coefficients` made it -> (B,H,N,b,value_dim)."""
+  a, places = a.unsqueeze(-1), list(M)
   def read(name, z):
     y = a * (z @ M[name].transpose(-1, -2))
     if cfg.optimizer == "gd":
-      u, inp = kept[name]
-      skip = int(cfg.momentum)
+      u, inp, skip = kept[places.index(name)], kept[-1] if name == "W1" else x, int(cfg.momentum)
       y = y - (C[..., skip:] * (z @ inp.transpose(-1, -2)).contiguous()).contiguous() @ u
       return y - C[..., :1] * (z @ S[name].transpose(-1, -2)) if skip else y
-    U, = kept[name]
+    U = kept[places.index(name)]
     steps = (z @ U.flatten(-3, -2).transpose(-1, -2)).contiguous().reshape(*z.shape[:-1], U.shape[-3], U.shape[-2])
     return y - (C.unsqueeze(-1) * steps).sum(-2)
   return apply(cfg, read, r, q)
@@ -254,10 +263,11 @@ def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:
   alphas, C, P = coefficients(cfg, E, every, *map(chunked, (alpha, theta, eta, gamma)))
   keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous().contiguous_backward()
                   for z in (k, v)]                         # each chunk behind its halo: (B,H,N,E,.)
-  last = (alphas[..., -1], C[..., -1, :], P[..., -1, :] if cfg.optimizer == "gd" else P)
-  base, M, S, M_starts, S_starts, kept = state_pass(cfg, base, M, S, phi(cfg, keys, a).contiguous(), keys, values, *last)
+  x = phi(cfg, keys, a).contiguous()
+  last = (P, C[..., -1, :]) if cfg.optimizer == "muon" else (Tensor.stack(-C[..., -1, :], *[P[..., -1, :]] * cfg.momentum, dim=3),)
+  base, M, S, M_starts, S_starts, kept = state_pass(cfg, base, M, S, x, keys, values, alphas[..., -1], *last)
   queries = chunked(q).contiguous()
-  y = outputs(cfg, M_starts, S_starts, kept, phi(cfg, queries, a).contiguous(), queries, alphas, C)
+  y = outputs(cfg, M_starts, S_starts, kept, x, phi(cfg, queries, a).contiguous(), queries, alphas, C)
   return y.flatten(2, 3), base, M, S
 
 # *** matrices inside a kernel ***
@@ -302,6 +312,7 @@ class Matrix:
   def sum(self, *_, **__): return self.k.sum(self)
   def transpose(self, *_): return self.stored().transpose()
   def contiguous(self): return self.stored()
+  def contiguous_backward(self): return self
   def stored(self) -> Stored: return self.k.assign(self.k.new(self.shape, self.leaves), self)
   def flip(self): return Matrix(self.k, self.shape[::-1], tuple(m.transpose() for m in self.leaves), lambda i, j, *x: self.f(j, i, *x))
 
@@ -878,7 +889,7 @@ def fused(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
 
 # *** all of it ***
 
-def _part(state:dict, part:str) -> dict: return {n.split(".")[1]: z for n, z in state.items() if n.startswith(part + ".")}
+def _part(state:dict, part:str) -> dict: return {n.split(".")[1]: z for n, z in sorted(state.items()) if n.startswith(part + ".")}
 
 def read_position(state:dict[str, Tensor]) -> int|None:
   """Tokens read so far, or None while a jit is being captured and no value can be read."""

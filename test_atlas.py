@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import kernels, atlas, data, experiments, train
-from tinygrad import Context, Device, Tensor, TinyJit
+from tinygrad import Context, Device, GlobalCounters, Tensor, TinyJit
 from tinygrad.nn.state import get_state_dict, safe_load
 
 slow = pytest.mark.slow
@@ -227,6 +227,26 @@ def test_the_kernels_gradients_are_those_of_the_operations_through_the_state_too
     found.append((y.cat(z, dim=2).sin().sum()).gradient(*inputs))
     Tensor.realize(*found[-1])
   for a, b in zip(*found): assert record("one kernel against stock operations", relative(a.numpy(), b.numpy())) < 1e-5
+
+def test_the_stock_form_launches_few_kernels_a_chunk():
+  """What a GPU pays for a longer sequence: 24 kernels a chunk, forward and backward."""
+  cfg, found = rule(memory="mlp", window=3, forget=True, chunk=4, backend="ops"), []
+  for T in (16, 32):
+    W, x = map(tensors, problem(cfg, T=T))
+    y = kernels.memory(cfg, W, *x.values())[0]
+    grads = y.square().sum().gradient(*W.values(), *x.values())
+    GlobalCounters.reset()
+    Tensor.realize(y, *grads)
+    found.append(GlobalCounters.kernel_count)
+  assert (found[1] - found[0]) / 4 <= 24
+
+def test_weights_come_in_any_order():
+  for case in (PAIRWISE[0] | dict(memory="gated", step="gd", window=1), PAIRWISE[0] | dict(memory="gated", step="muon", window=1)):
+    for backend in ("ops", "fused"):
+      cfg = from_case(case | {"backend": backend})
+      W, x = problem(cfg)
+      turned = kernels.memory(cfg, tensors(dict(reversed(W.items()))), *tensors(x).values())[0]
+      assert relative(turned.numpy(), by_oracle(cfg, W, x)) < 1e-4
 
 def test_ignored_gates_get_zero_gradients_and_feature_coefficients_of_zero_finite_ones():
   cfg = rule(memory="linear", features="poly", momentum=False)
