@@ -25,9 +25,9 @@ import kernels
 
 # *** settings ***
 
-CHOICES = {"mixer": ("memory", "attention"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly"), "loss": ("l2", "dot"),
-           "optimizer": ("gd", "muon"), "backend": ("auto", "ops", "fused")}
-LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0}                                  # every other whole number is at least 1
+CHOICES = {"mixer": ("memory", "attention", "mag", "mal", "mac"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly"),
+           "loss": ("l2", "dot"), "optimizer": ("gd", "muon"), "backend": ("auto", "ops", "fused")}
+LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0, "persist": 0}                                  # every other whole number is at least 1
 
 @dataclass(frozen=True)
 class Config:
@@ -38,7 +38,7 @@ class Config:
   heads: int = 4              # memories (or attention heads) per block
   key_dim: int = 16           # size of a head's keys and queries
   value_dim: int = 16         # size of a head's values
-  mixer: str = "memory"       # token mixer: memory | attention (softmax)
+  mixer: str = "memory"       # token mixer: memory | attention (softmax) | both: mag (gated), mal (in layers), mac (memory as context)
   memory: str = "mlp"         # architecture: linear | mlp (two layers, gelu) | gated (three matrices)
   expand: int = 4             # hidden size of the memory, in units of value_dim
   features: str = "identity"  # phi: identity | poly
@@ -52,7 +52,8 @@ class Config:
   muon_every: int = 1         # Muon steps at every r-th token only; divides chunk
   chunk: int = 32             # b: tokens whose gradients share a memory
   conv: int = 4               # length of the causal convolution on q, k, v (0: none)
-  attn_window: int = 0        # attention sees that many tokens (0: all)
+  attn_window: int = 0        # attention sees that many tokens (0: all); for mac the length of a segment
+  persist: int = 0            # persistent tokens: learned, in front of the attention's keys
   mlp_ratio: float = 2.0      # hidden size of the SwiGLU MLP, in units of dim
   backend: str = "auto"       # form of the recurrence: ops (stock tensor operations) | fused (one kernel) | auto (the faster)
 
@@ -65,9 +66,10 @@ class Config:
       if type(x) is int and x < (least := LEAST.get(f.name, 1)): raise ValueError(f"{f.name}={x} is too small: take {least} or more")
     if not (0 < self.mlp_ratio < math.inf and round(self.mlp_ratio * self.dim)):
       raise ValueError(f"mlp_ratio={self.mlp_ratio} leaves no hidden unit at dim={self.dim}: take 2, for example")
-    if self.mixer == "attention":
-      if self.key_dim % 2: raise ValueError(f"key_dim={self.key_dim} is odd, and rotary positions turn pairs: take {self.key_dim + 1}")
-      return
+    if self.mixer != "memory" and self.key_dim % 2:
+      raise ValueError(f"key_dim={self.key_dim} is odd, and rotary positions turn pairs: take {self.key_dim + 1}")
+    if self.mixer == "mac" and not self.attn_window: raise ValueError("attn_window=0 leaves mac without segments: take 64, for example")
+    if self.mixer == "attention": return
     kernels.feature_size(self.key_dim, self.features, self.degree)
     if self.optimizer == "muon" and self.chunk % self.muon_every:
       divisors = ", ".join(str(n) for n in range(1, self.chunk + 1) if self.chunk % n == 0)
@@ -97,6 +99,8 @@ PRESETS: dict[str, dict] = {
   "transformer++":    dict(mixer="attention"),
   "swa":              dict(mixer="attention", attn_window=64),
 }
+for _mixer in ("mag", "mal", "mac"): PRESETS[f"atlas_{_mixer}"] = PRESETS["atlas"] | dict(mixer=_mixer, attn_window=64, persist=4)
+PRESETS["titans_mac"] = PRESETS["titans"] | dict(mixer="mac", attn_window=64, persist=4)
 
 # Sizes: `tiny` and the four of the paper's Table 7, which gives neither key_dim, c, b nor p.  Quadratic features of a key of 64 are 2,145:
 # key_dim is chosen to stay below 2,200 and to come near the size's name.
@@ -167,7 +171,9 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
   for i in range(cfg.layers):
     block: dict = {"norm1": ones(cfg.dim), "qkv": dense(H * (2 * d + dv), cfg.dim), "out": dense(cfg.dim, H * dv, into_stream),
                    "norm2": ones(cfg.dim), "mlp_in": dense(2 * wide, cfg.dim), "mlp_out": dense(cfg.dim, wide, into_stream)}
-    if cfg.mixer == "memory":
+    persist = {"persist": ((cfg.persist, cfg.dim), 1.0)} if cfg.persist else {}                # as large as a normalised input
+    if cfg.mixer == "attention": block |= persist
+    else:
       if cfg.conv: block["conv"] = (cfg.conv, H * (2 * d + dv)), cfg.conv ** -0.5
       start = {"eta": INIT.eta, "gamma": INIT.gamma, "alpha": INIT.alpha, "theta": INIT.theta}
       bias = [math.log(start[g] / (1 - start[g])) for g, n in gate_sizes(cfg).items() for _ in range(n)]
@@ -176,6 +182,12 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
       block |= {f"memory.{n}": (shape, shape[-1] ** -0.5) for n, shape in memory_shapes(cfg).items()}
       if cfg.features == "poly":                         # a_i = root_i^2: never negative; 1/i! makes phi(x).phi(y) the start of exp(x.y)
         block["memory.a_root"] = (cfg.degree + 1,), np.array([math.factorial(i) ** -0.5 for i in range(cfg.degree + 1)])
+    if cfg.mixer in ("mag", "mal", "mac"):
+      near = {"qkv": dense(H * (2 * d + dv), cfg.dim), **persist}
+      if cfg.mixer == "mag": near |= {"norm": ones(H * dv), "memory_norm": ones(H * dv)}
+      else: near |= {"norm": ones(cfg.dim), "out": dense(cfg.dim, H * dv, into_stream if cfg.mixer == "mal" else 1.0)}
+      if cfg.mixer == "mac": near |= {"read_q": dense(H * d, cfg.dim), "read_norm": ones(dv), "read_out": dense(cfg.dim, H * dv)}
+      block |= {f"attention.{n}": row for n, row in near.items()}
     table |= {f"layers.{i}.{n}": row for n, row in block.items()}
   return table
 
@@ -214,10 +226,20 @@ def rms_norm(x:Tensor, weight:Tensor) -> Tensor: return (x * (x.square().mean(-1
 
 def unit(x:Tensor) -> Tensor: return (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).contiguous()
 
+def heads_of(cfg:Config, x:Tensor) -> Tensor: return x.reshape(*x.shape[:2], cfg.heads, -1).transpose(1, 2).contiguous()      # (B,H,T,.)
+
 def split_heads(cfg:Config, z:Tensor) -> list[Tensor]:
   """(B,T,H*(2*key_dim+value_dim)) -> q, k (B,H,T,key_dim), v (B,H,T,value_dim)"""
   H, d, dv = cfg.heads, cfg.key_dim, cfg.value_dim
-  return [p.reshape(*z.shape[:2], H, -1).transpose(1, 2).contiguous() for p in z.split([H * d, H * d, H * dv], dim=-1)]
+  return [heads_of(cfg, part) for part in z.split([H * d, H * d, H * dv], dim=-1)]
+
+def joined(y:Tensor) -> Tensor: return y.transpose(1, 2).flatten(2)          # (B,H,T,value_dim) -> (B,T,H*value_dim)
+
+def part(state:dict|None, name:str) -> dict|None:
+  """What belongs to one part of a block, with the position."""
+  return state and {"position": state["position"]} | {n.split(".", 1)[1]: z for n, z in state.items() if n.startswith(name + ".")}
+
+def named(name:str, state:dict) -> dict: return {f"{name}.{n}": z for n, z in state.items()}
 
 def causal_conv(x:Tensor, w:Tensor, tail:Tensor|None) -> tuple[Tensor, Tensor]:
   """Depthwise: out_t = sum_j w[j] x_{t-j}; tail (B,len(w)-1,channels): the inputs before x, zeros at the start of the stream."""
@@ -226,8 +248,12 @@ def causal_conv(x:Tensor, w:Tensor, tail:Tensor|None) -> tuple[Tensor, Tensor]:
   T = x.shape[1] - past
   return functools.reduce(Tensor.add, [w[j] * x[:, past - j:past - j + T] for j in range(past + 1)]), x[:, T:].contiguous()
 
-def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
-  """The memory between its projections (method: Titans' block).  x (B,T,dim), normalised -> (B,T,dim)."""
+def memory_weights(p:dict, cfg:Config) -> dict[str, Tensor]:
+  """M_0 and what belongs to it, as kernels.memory takes them."""
+  return {n: w for n, w in p["memory"].items() if n != "a_root"} | ({"a": p["memory"]["a_root"].square()} if cfg.features == "poly" else {})
+
+def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int=0) -> tuple[Tensor, dict, Tensor]:
+  """The memory behind its projections (method: Titans' block).  x (B,T,dim), normalised -> heads side by side (B,T,H*value_dim), state, eta."""
   B, T, H, after = *x.shape[:2], cfg.heads, {}
   z = linear(x, p["qkv"])
   if cfg.conv: z, after["conv"] = causal_conv(z, p["conv"], None if state is None else state["conv"])
@@ -244,11 +270,9 @@ def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor,
   gamma = gate["gamma"].reshape(B, H, cfg.window, T).transpose(2, 3) / cfg.window                                # (B,H,T,window)
   # differs from the paper: S averages gradients instead of summing them, because a learned theta near 1 would lift eta's bound without end
   if cfg.momentum: gamma = gamma * (1 - theta).unsqueeze(-1)
-  weights = {n: w for n, w in p["memory"].items() if n != "a_root"} | ({"a": p["memory"]["a_root"].square()} if cfg.features == "poly" else {})
-  y, memory = kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state)   # (B,H,T,value_dim)
-
-  y = rms_norm(y, p["out_norm"]).transpose(1, 2).reshape(B, T, -1) * linear(x, p["out_gate"]).silu()
-  return linear(y, p["out"]), after | {n: s for n, s in memory.items() if n != "position"}, eta.mean()
+  y, memory = kernels.memory(cfg, memory_weights(p, cfg), q, k, v, alpha, theta, eta, gamma, state, phase)             # (B,H,T,value_dim)
+  y = joined(rms_norm(y, p["out_norm"])) * linear(x, p["out_gate"]).silu()
+  return y, after | {n: s for n, s in memory.items() if n != "position"}, eta.mean()
 
 @functools.cache
 def _rope_table(length:int, d:int, device:str) -> tuple[Tensor, Tensor]:
@@ -262,17 +286,55 @@ def rotate(x:Tensor, cos:Tensor, sin:Tensor) -> Tensor:
   a, b = x.chunk(2, dim=-1)
   return (a * cos - b * sin).cat(a * sin + b * cos, dim=-1).contiguous()
 
-def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
-  """Causal softmax attention with rotary positions, over everything or the last attn_window tokens.  x (B,T,dim), normalised -> (B,T,dim).
+def softmax_attention(q:Tensor, k:Tensor, v:Tensor, turn:tuple[Tensor, ...], turns:tuple[Tensor, ...], seen:Tensor, persist:tuple|None) -> Tensor:
+  """q (...,T,d), k, v (...,L,.), seen (...,T,L): which keys a query sees; turn and turns: cos and sin of the positions of queries and keys;
+  persist: keys and values (H,P,.) that all see, without positions -> (...,T,value_dim)."""
+  q = q * cast(int, q.shape[-1]) ** -0.5
+  # scores and probabilities are stored, or the backward pass computes them anew inside its products
+  scores = seen.where(kernels.matmul(rotate(q, *turn), rotate(k, *turns), yt=True), -math.inf)
+  if persist is not None:
+    H, P, _ = persist[0].shape
+    k, v0 = [z.reshape(1, H, *[1] * (q.ndim - 4), P, -1).expand(*q.shape[:-2], P, z.shape[-1]).contiguous() for z in persist]
+    scores, v = kernels.matmul(q.contiguous(), k, yt=True).cat(scores, dim=-1), v0.cat(v, dim=-2)
+  return kernels.matmul(scores.softmax(-1).contiguous(), v.contiguous()).contiguous_backward()
 
-  State: keys (not yet rotated) and values.  A window keeps its last attn_window in a rolling cache and counts positions from the cache's
-  start.  Full attention keeps all in a cache that doubles when full; under TinyJit it cannot grow, and a step past its end gives NaN."""
-  q, k, v = split_heads(cfg, linear(x, p["qkv"]).contiguous())
-  (B, _, T, d), w, past = cast(tuple[int, ...], q.shape), cfg.attn_window, 0    # past: columns before the first query
+def persistent(p:dict, cfg:Config) -> tuple|None:
+  """Keys and values of the persistent tokens."""
+  return tuple(z[0] for z in split_heads(cfg, linear(p["persist"].unsqueeze(0), p["qkv"]))[1:]) if cfg.persist else None
+
+def attention_heads(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict]:
+  """Causal softmax attention with rotary positions, over everything or the last attn_window tokens.
+  x (B,T,dim), normalised -> heads side by side (B,T,H*value_dim), state."""
+  return (windowed if cfg.attn_window else full)(cfg, split_heads(cfg, linear(x, p["qkv"]).contiguous()), persistent(p, cfg), state)
+
+def windowed(cfg:Config, qkv:list[Tensor], persist:tuple|None, state:dict|None) -> tuple[Tensor, dict]:
+  """In blocks of attn_window queries that see their own block of keys and the one before, so that nothing is T by T.
+
+  State: a rolling cache of the last attn_window keys (not yet rotated) and values.  Positions count from the start of each block's keys: their
+  angles are exact wherever in the stream it is."""
+  (B, H, T, d), w = cast(tuple[int, ...], qkv[0].shape), cfg.attn_window
+  position, s = Tensor(0, dtype=dtypes.int32) if state is None else state["position"], min(w, T)               # s: queries of a block
+  N = -(-T // s)
+  q, k, v = [z.pad((None, None, (0, N * s - T), None)) for z in qkv]
+  past = [z.pad((None, None, (w, 0), None)) if state is None else state[n].cat(z, dim=2) for n, z in (("k", k), ("v", v))]
+  after = {n: z[:, :, T:T + w].contiguous() for n, z in zip("kv", past)}
+  def blocks(z):                                         # (B,H,w+N*s,.) -> (B,H,N,w+s,.)
+    if N == 1: return z.unsqueeze(2).contiguous()
+    return z[:, :, :N * w].reshape(B, H, N, w, -1).cat(z[:, :, w:].reshape(B, H, N, w, -1), dim=3).contiguous()
+  row, column = w + Tensor.arange(s).reshape(s, 1), Tensor.arange(w + s).reshape(1, w + s)
+  seen = (column <= row) * (column > row - w) * (column + s * Tensor.arange(N).reshape(N, 1, 1) >= w - position)          # from the stream's start
+  cos, sin = _rope_table(w + s, d, cast(str, q.device))
+  k, v = map(blocks, past)
+  y = softmax_attention(q.reshape(B, H, N, s, d).contiguous(), k, v, (cos[w:], sin[w:]), (cos, sin), seen, persist)
+  return joined(y.flatten(2, 3)[:, :, :T]), after
+
+def full(cfg:Config, qkv:list[Tensor], persist:tuple|None, state:dict|None) -> tuple[Tensor, dict]:
+  """State: all keys (not yet rotated) and values, in a cache that doubles when full.  Under TinyJit it cannot grow: a step past its end gives NaN."""
+  q, k, v = qkv
+  (_, _, T, d), past = cast(tuple[int, ...], q.shape), 0                       # past: columns before the first query
   position = Tensor(0, dtype=dtypes.int32) if state is None else state["position"]
   at: int|Tensor = 0                                     # column of the first query
-  if state is not None and w: k, v, at = state["k"].cat(k, dim=2), state["v"].cat(v, dim=2), w
-  elif state is not None:
+  if state is not None:
     known = kernels.read_position(state)                 # None only while a jit is captured
     if known is None and T > 1: raise ValueError("full attention cannot jit a call of several tokens with a state: its shapes grow")
     if known is not None:
@@ -284,27 +346,93 @@ def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tens
       k, v = here.where(k, state["k"]), here.where(v, state["v"])
   k, v = k.contiguous(), v.contiguous()
   L = cast(int, k.shape[2])
-  if w: after = {n: z[:, :, L - w:].contiguous() if L >= w else z.pad((None, None, (w - L, 0), None)).contiguous() for n, z in (("k", k), ("v", v))}
-  else: after = {n: z if T == 1 and state is not None else _with_capacity(z, L) for n, z in (("k", k), ("v", v))}
-
-  cos, sin = _rope_table(L, d, x.device)
+  after = {n: z if T == 1 and state is not None else _with_capacity(z, L) for n, z in (("k", k), ("v", v))}
+  turns = _rope_table(L, d, cast(str, q.device))
   row, column = at + Tensor.arange(T).reshape(T, 1), Tensor.arange(L).reshape(1, L)
-  if isinstance(at, Tensor): turn = tuple((column.reshape(L, 1) == at).where(z, 0).sum(0, keepdim=True) for z in (cos, sin))
-  else: turn = cos[at:at + T], sin[at:at + T]
-  seen = column <= row
-  if w: seen = seen * (column > row - w) * (column >= (0 if state is None else w - position))
-  # scores and probabilities are stored, or the backward pass computes them anew inside its products
-  scores = kernels.matmul((rotate(q, *turn) * d ** -0.5).contiguous(), rotate(k, cos, sin), yt=True)             # (B,H,T,L)
-  y = kernels.matmul(seen.where(scores, -math.inf).softmax(-1).contiguous(), v).contiguous_backward()            # (B,H,T,value_dim)
+  if isinstance(at, Tensor): turn = tuple((column.reshape(L, 1) == at).where(z, 0).sum(0, keepdim=True) for z in turns)
+  else: turn = tuple(z[at:at + T] for z in turns)
+  y = softmax_attention(q, k, v, turn, turns, column <= row, persist)          # (B,H,T,value_dim)
   if isinstance(at, Tensor): y = (position < L).where(y, math.nan)
-  return linear(y.transpose(1, 2).reshape(B, T, -1), p["out"]), after, Tensor(0.0)
+  return joined(y), after
 
 def _with_capacity(cache:Tensor, needed:int) -> Tensor:
   """Pads a cache (B,H,L,d) to a power of two with room for as many tokens again."""
   capacity = max(64, 2 ** math.ceil(math.log2(2 * needed)))
   return cache.pad((None, None, (0, capacity - cache.shape[2]), None)).contiguous()
 
-MIXERS = {"memory": memory_mixer, "attention": attention_mixer}
+# The mixers: x (B,T,dim), normalised -> (B,T,dim), state, mean eta
+
+def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
+  y, after, eta = memory_heads(p, cfg, x, state)
+  return linear(y, p["out"]), after, eta
+
+def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
+  y, after = attention_heads(p, cfg, x, state)
+  return linear(y, p["out"]), after, Tensor(0.0)
+
+def mag_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
+  """Memory as gate: attention and memory read the same x; both normalised, one gates the other."""
+  m, memory, eta = memory_heads(p, cfg, x, part(state, "memory"))
+  y, near = attention_heads(p["attention"], cfg, x, part(state, "attention"))
+  y = rms_norm(y, p["attention"]["norm"]) * rms_norm(m, p["attention"]["memory_norm"]).silu()
+  return linear(y, p["out"]), named("memory", memory) | named("attention", near), eta
+
+def mal_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
+  """Memory as layer: attention reads what the memory puts out."""
+  m, memory, eta = memory_heads(p, cfg, x, part(state, "memory"))
+  y, near = attention_heads(p["attention"], cfg, rms_norm(linear(m, p["out"]), p["attention"]["norm"]), part(state, "attention"))
+  return linear(y, p["attention"]["out"]), named("memory", memory) | named("attention", near), eta
+
+CACHES = ("h_k", "h_v", "x_k", "x_v")
+
+def mac_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
+  """Memory as context, segment by segment of attn_window tokens: h_i is read, for token i, from the memory as it was at the segment's start; token i
+  attends to the persistent tokens, h_1..h_i and x_1..x_i; the attention's output y is then stored, and read again: o = y * M_t(y).
+
+  State: the memory now ("memory.") and at the segment's start ("start."), and keys and values of the segment's h and x, attn_window places ("cache.").
+  Under TinyJit a call of several tokens with a state must start where both a segment and a chunk do, and gives NaN elsewhere."""
+  near, w, (B, T, _) = p["attention"], cfg.attn_window, cast(tuple[int, ...], x.shape)
+  weights = memory_weights(p, cfg)
+  position = Tensor(0, dtype=dtypes.int32) if state is None else state["position"]
+  if state is None:                                      # all segments alike: one set of kernels serves them
+    begin = kernels.initial_state(cfg, weights, B, cfg.key_dim)
+    begin = {n: z.unsqueeze(0).expand(B, *z.shape) if z.ndim == 3 else z for n, z in begin.items()}
+    if cfg.conv: begin["conv"] = Tensor.zeros(B, cfg.conv - 1, p["conv"].shape[1])
+    memory, start, cache = {n: z.contiguous() for n, z in begin.items() if n != "position"}, {}, {}
+  else: memory, start, cache = [{n: z for n, z in cast(dict, part(state, name)).items() if n != "position"} for name in ("memory", "start", "cache")]
+  known = kernels.read_position({"position": position})  # None only while a jit is captured
+  turns = _rope_table(w, cfg.key_dim, cast(str, x.device))
+  persist, place, done, ys, etas = persistent(near, cfg), Tensor.arange(w).reshape(w, 1), 0, [], []
+  while done < T:
+    phase = position % w if T == 1 and state is not None else ((known or 0) + done) % w       # one token may go anywhere in its segment
+    n = 1 if isinstance(phase, Tensor) else min(w - phase, T - done)
+    xs = x[:, done:done + n].contiguous()
+    now = {name: z for name, z in memory.items() if name.startswith("M.")}
+    if isinstance(phase, Tensor): start = {name: (phase == 0).where(now[name], z) for name, z in start.items()}
+    elif phase == 0: start = now
+    h = kernels.recall(cfg, weights, start, unit(heads_of(cfg, linear(xs, near["read_q"]).silu())))
+    h = linear(joined(rms_norm(h, near["read_norm"])), near["read_out"])
+    (_, *of_h), (q, *of_x) = [split_heads(cfg, linear(z, near["qkv"]).contiguous()) for z in (h, xs)]
+    if isinstance(phase, Tensor):
+      cache = {name: (place == phase).where(z, cache[name]) for name, z in zip(CACHES, (*of_h, *of_x))}
+      turn = tuple((place == phase).where(z, 0).sum(0, keepdim=True) for z in turns)
+    else:
+      kept = [[cache[name][:, :, :phase]] if phase else [] for name in CACHES]
+      whole = [Tensor.cat(*old, z, dim=2).pad((None, None, (0, w - phase - n), None)) for old, z in zip(kept, (*of_h, *of_x))]
+      cache, turn = dict(zip(CACHES, whole)), tuple(z[phase:phase + n] for z in turns)
+    k, v = [cache["h_" + name].cat(cache["x_" + name], dim=2).contiguous() for name in "kv"]
+    seen = place.reshape(1, w) <= phase + Tensor.arange(n).reshape(n, 1)
+    y = softmax_attention(q, k, v, turn, tuple(z.cat(z) for z in turns), seen.cat(seen, dim=1), persist)
+    y = rms_norm(linear(joined(y), near["out"]), near["norm"])
+    m, memory, eta = memory_heads(p, cfg, y, {"position": position + done} | memory, ((known or 0) + done) % cfg.chunk)
+    ys.append(y * linear(m, p["out"]))
+    etas.append(eta)
+    done += n
+  y = Tensor.cat(*ys, dim=1)
+  if known is None and T > 1: y = (position % w == 0).where(y, math.nan)
+  return y, named("memory", memory) | named("start", start) | named("cache", cache), Tensor.stack(*etas).mean()
+
+MIXERS = {"memory": memory_mixer, "attention": attention_mixer, "mag": mag_mixer, "mal": mal_mixer, "mac": mac_mixer}
 
 def block(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
   """Pre-norm residual block: token mixer, then SwiGLU MLP."""
@@ -335,7 +463,8 @@ def forward(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None
 
 def room(cfg:Config, state:dict[str, Tensor]) -> int|None:
   """How many tokens in all the state has place for before a jitted step must be captured again; None: no end."""
-  return cast(int, state["0.k"].shape[2]) if cfg.mixer == "attention" and not cfg.attn_window else None
+  if cfg.attn_window or cfg.mixer == "memory": return None
+  return cast(int, state["0.k" if cfg.mixer == "attention" else "0.attention.k"].shape[2])
 
 def token_losses(logits:Tensor, targets:Tensor) -> Tensor:
   """Cross-entropy in nats of every target (B,T), 0 where it is -100."""

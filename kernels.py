@@ -892,7 +892,8 @@ def fused(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
 def _part(state:dict, part:str) -> dict: return {n.split(".")[1]: z for n, z in sorted(state.items()) if n.startswith(part + ".")}
 
 def read_position(state:dict[str, Tensor]) -> int|None:
-  """Tokens read so far, or None while a jit is being captured and no value can be read."""
+  """Tokens read so far, or None while a jit is being captured and no value can be read (but a constant)."""
+  if (position := state["position"].uop.simplify()).op is Ops.CONST: return int(position.arg)
   try: return int(state["position"].item())
   except JitError: return None
 
@@ -908,24 +909,30 @@ def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[st
   if cfg.window > 1: state |= {n: zeros(B, first.shape[0], cfg.window - 1, d) for n, d in (("k", key_dim), ("v", first.shape[1]))}
   return state
 
+def recall(cfg, weights:dict[str, Tensor], state:dict[str, Tensor], q:Tensor) -> Tensor:
+  """M(phi(q)), with the memory of a state as it is: q (B,H,T,key_dim) -> (B,H,T,value_dim)."""
+  M = _part(state, "M")
+  return apply(cfg, lambda name, z: matmul(z.contiguous(), M[name], yt=True), phi(cfg, q, weights.get("a")), q)
+
 def takes_fused(cfg, x:Tensor) -> bool:
   """auto: on CPUs one kernel is faster than many; on a GPU its loops would run in a single thread a head, and nothing has been measured there."""
   if not isinstance(x.device, str) or x.dtype != dtypes.float: return False
   return cfg.backend == "fused" or cfg.backend == "auto" and on_cpu(x.device)
 
 def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
-           state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
+           state:dict[str, Tensor]|None=None, phase:int=0) -> tuple[Tensor, dict[str, Tensor]]:
   """Reads a stretch of the stream: updates the memory at every token, then reads it (Eq. 9, 10, 15, 16, 32, 33).
 
   q, k (B,H,T,key_dim); v, y (B,H,T,value_dim); alpha, theta, eta (B,H,T), final; gamma (B,H,T,window), gamma[...,j] gates token t-j.
   weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly.
   state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last token; any way of cutting
-  a stream into calls gives the same y.  Under TinyJit a call of one token goes anywhere; one of more tokens with a state must start at a chunk's
-  border, since the position cannot be read there, and gives NaN elsewhere.  cfg.backend: ops, fused (one kernel), or auto, the faster one."""
+  a stream into calls gives the same y.  Under TinyJit a call of one token goes anywhere; one of more tokens with a state must start `phase` tokens
+  behind a chunk's border, since the position cannot be read there, and gives NaN elsewhere.  cfg.backend: ops, fused (one kernel), or auto, the
+  faster one."""
   (B, _, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
   known = 0 if state is None or T == 1 else read_position(state)
-  phase, is_first = 0 if known is None else known % b, state is None
+  phase, is_first = phase if known is None else known % b, state is None
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
   # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
@@ -948,7 +955,7 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   y, base, M, S = recur(cfg, weights.get("a"), base, M, S, padded(q), keys, values, padded(alpha, 1.0), padded(theta, 1.0), padded(eta),
                         padded(gamma), size, every)
   y = y[:, :, front:front + T]
-  if known is None: y = (position % b == 0).where(y, math.nan)
+  if known is None: y = (position % b == phase).where(y, math.nan)
   # clones: a jit must not return what is the caller's, nor what a later call in it may overwrite
   after = {"position": position + T, **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
   if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:] for n, z in stream.items()}

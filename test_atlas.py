@@ -263,7 +263,9 @@ SMALL = dict(vocab=16, dim=16, layers=1, heads=2, key_dim=4, value_dim=4, mlp_ra
 PRESETS = list(atlas.PRESETS)
 T = 21
 
-def small(name, **fields): return atlas.preset(name, **SMALL | ({"attn_window": 6} if name == "swa" else {}) | fields)
+def windows(name, w): return {"attn_window": w} if "attn_window" in atlas.PRESETS[name] else {}
+
+def small(name, **fields): return atlas.preset(name, **SMALL | windows(name, 6) | fields)       # windows and segments that chunks do not divide
 
 @functools.cache
 def model(name):
@@ -457,7 +459,7 @@ def hostile(tokens, vocab):
   return np.stack([np.full(tokens, 7), np.arange(tokens) % 5, np.random.default_rng(0).integers(0, vocab, tokens)]).astype(np.int32)
 
 def check_stress(name, tokens):
-  cfg = small(name, chunk=32, muon_every=4)
+  cfg = small(name, chunk=32, muon_every=4, **windows(name, 64))
   params, stream = atlas.init(cfg), hostile(tokens, cfg.vocab)
   state: Any = None
   if cfg.mixer == "attention" and not cfg.attn_window: return check_attention_stress(cfg, params, stream)
@@ -567,7 +569,7 @@ def noise(steps):
 @pytest.mark.parametrize("name", PRESETS)
 def test_noise_is_not_predicted_and_every_parameter_learns(name):
   """On fresh uniform tokens no model gets below ln(V): where one does, it sees its targets."""
-  losses, moments = trained(name, noise(120))
+  losses, moments = trained(name, noise(120), **windows(name, 8))
   assert losses[-50:].mean() > math.log(8) - 4 * losses[-50:].std() / 50 ** 0.5
   assert losses[-50:].mean() < math.log(8) + 0.2         # and it has learned that there is nothing to predict
   assert all(np.abs(m).max() > 0 for m in moments.values()), [n for n, m in moments.items() if np.abs(m).max() == 0]
@@ -624,7 +626,8 @@ def last_error(capsys):
   return lines[0]
 
 BAD = {                                                  # a command line and what its one line of error must say
-  "steps": "is not key=value", "--steps 3": "write steps=...", "chunks=8": "did you mean chunk", "mixer=mac": "take one of memory, attention",
+  "steps": "is not key=value", "--steps 3": "write steps=...", "chunks=8": "did you mean chunk", "mixer=mix": "take one of memory, attention",
+  "mixer=mac": "attn_window=0 leaves mac without segments", "persist=-1": "persist=-1 is too small", "preset=atlas_mag key_dim=5": "key_dim=5 is odd",
   "anchors=4": "not a setting", "task=mqar": "not a setting", "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
   "batch=0": "1 or more", "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
   "muon_every=3": "does not divide chunk=32", "degree=9 key_dim=64": "features, more than 65,536", "preset=swa key_dim=5": "key_dim=5 is odd",
