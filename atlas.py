@@ -252,7 +252,7 @@ def memory_weights(p:dict, cfg:Config) -> dict[str, Tensor]:
   """M_0 and what belongs to it, as kernels.memory takes them."""
   return {n: w for n, w in p["memory"].items() if n != "a_root"} | ({"a": p["memory"]["a_root"].square()} if cfg.features == "poly" else {})
 
-def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int=0) -> tuple[Tensor, dict, Tensor]:
+def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=None) -> tuple[Tensor, dict, Tensor]:
   """The memory behind its projections (method: Titans' block).  x (B,T,dim), normalised -> heads side by side (B,T,H*value_dim), state, eta."""
   B, T, H, after = *x.shape[:2], cfg.heads, {}
   z = linear(x, p["qkv"])
@@ -383,54 +383,62 @@ def mal_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, di
   y, near = attention_heads(p["attention"], cfg, rms_norm(linear(m, p["out"]), p["attention"]["norm"]), part(state, "attention"))
   return linear(y, p["attention"]["out"]), named("memory", memory) | named("attention", near), eta
 
-CACHES = ("h_k", "h_v", "x_k", "x_v")
+HELD, CACHES = ("memory", "start", "cache"), ("h_k", "h_v", "x_k", "x_v")
+
+def segment(p:dict, cfg:Config, read:Tensor, q:Tensor, of_x:list[Tensor], place:int|Tensor, position:Tensor, phase:int, memory:dict, start:dict,
+            cache:dict) -> tuple:
+  """n tokens of one segment, the first at `place` in it, at `position` in the stream and `phase` tokens into a chunk of the memory.
+  read, q (B,H,n,key_dim): queries to the memory and to attention; of_x: keys and values of the tokens themselves.
+  -> y (B,n,dim), the attention's output; m (B,n,H*value_dim), what the memory makes of it; eta; and for the next tokens the memory now, that of
+  the segment's start, and the segment's keys and values so far (attn_window places)."""
+  near, w, (_, H, n, d) = p["attention"], cfg.attn_window, cast(tuple[int, ...], q.shape)
+  now = {name: z for name, z in memory.items() if name.startswith("M.")}
+  if isinstance(place, Tensor): start = {name: (place == 0).where(now[name], z) for name, z in start.items()}
+  elif place == 0: start = now
+  h = linear(joined(rms_norm(kernels.recall(cfg, memory_weights(p, cfg), start, read), near["read_norm"])), near["read_out"])
+  of_h = [heads_of(cfg, z) for z in linear(h, near["qkv"][H * d:].contiguous()).split([H * d, H * cfg.value_dim], dim=-1)]
+  turns, column = _rope_table(w, d, cast(str, q.device)), Tensor.arange(w).reshape(w, 1)
+  if isinstance(place, Tensor):
+    cache = {name: (column == place).where(z, cache[name]) for name, z in zip(CACHES, (*of_h, *of_x))}
+    turn = tuple((column == place).where(z, 0).sum(0, keepdim=True) for z in turns)
+  else:
+    before = [[cache[name][:, :, :place]] if place else [] for name in CACHES]
+    after = [Tensor.cat(*old, z, dim=2).pad((None, None, (0, w - place - n), None)) for old, z in zip(before, (*of_h, *of_x))]
+    cache, turn = dict(zip(CACHES, after)), tuple(z[place:place + n] for z in turns)
+  k, v = [cache["h_" + name].cat(cache["x_" + name], dim=2).contiguous() for name in "kv"]
+  seen = column.reshape(1, w) <= place + Tensor.arange(n).reshape(n, 1)
+  y = softmax_attention(q, k, v, turn, tuple(z.cat(z) for z in turns), seen.cat(seen, dim=1), persistent(near, cfg))
+  y = rms_norm(linear(joined(y), near["out"]), near["norm"])
+  m, memory, eta = memory_heads(p, cfg, y, {"position": position} | memory, phase)
+  return y, m, eta, memory, start, cache
 
 def mac_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
   """Memory as context, segment by segment of attn_window tokens: h_i is read, for token i, from the memory as it was at the segment's start; token i
   attends to the persistent tokens, h_1..h_i and x_1..x_i; the attention's output y is then stored, and read again: o = y * M_t(y).
 
-  State: the memory now ("memory.") and at the segment's start ("start."), and keys and values of the segment's h and x, attn_window places ("cache.").
+  State: the memory now ("memory.") and where the segment began ("start."), and the keys and values of its h and x, attn_window places ("cache.").
   Under TinyJit a call of several tokens with a state must start where both a segment and a chunk do, and gives NaN elsewhere."""
-  near, w, (B, T, _) = p["attention"], cfg.attn_window, cast(tuple[int, ...], x.shape)
-  weights = memory_weights(p, cfg)
+  w, (B, T, _) = cfg.attn_window, cast(tuple[int, ...], x.shape)
   position = Tensor(0, dtype=dtypes.int32) if state is None else state["position"]
   if state is None:                                      # all segments alike: one set of kernels serves them
-    begin = kernels.initial_state(cfg, weights, B, cfg.key_dim)
+    begin = kernels.initial_state(cfg, memory_weights(p, cfg), B, cfg.key_dim)
     begin = {n: z.unsqueeze(0).expand(B, *z.shape) if z.ndim == 3 else z for n, z in begin.items()}
     if cfg.conv: begin["conv"] = Tensor.zeros(B, cfg.conv - 1, p["conv"].shape[1])
     memory, start, cache = {n: z.contiguous() for n, z in begin.items() if n != "position"}, {}, {}
-  else: memory, start, cache = [{n: z for n, z in cast(dict, part(state, name)).items() if n != "position"} for name in ("memory", "start", "cache")]
+  else: memory, start, cache = [{n: z for n, z in cast(dict, part(state, name)).items() if n != "position"} for name in HELD]
   known = kernels.read_position({"position": position})  # None only while a jit is captured
-  turns = _rope_table(w, cfg.key_dim, cast(str, x.device))
-  persist, place, done, ys, etas = persistent(near, cfg), Tensor.arange(w).reshape(w, 1), 0, [], []
+  queries = [unit(heads_of(cfg, linear(x, p["attention"]["read_q"]).silu())), *split_heads(cfg, linear(x, p["attention"]["qkv"]).contiguous())]
+  done, outs = 0, cast(list[list], [])
   while done < T:
-    phase = position % w if T == 1 and state is not None else ((known or 0) + done) % w       # one token may go anywhere in its segment
-    n = 1 if isinstance(phase, Tensor) else min(w - phase, T - done)
-    xs = x[:, done:done + n].contiguous()
-    now = {name: z for name, z in memory.items() if name.startswith("M.")}
-    if isinstance(phase, Tensor): start = {name: (phase == 0).where(now[name], z) for name, z in start.items()}
-    elif phase == 0: start = now
-    h = kernels.recall(cfg, weights, start, unit(heads_of(cfg, linear(xs, near["read_q"]).silu())))
-    h = linear(joined(rms_norm(h, near["read_norm"])), near["read_out"])
-    (_, *of_h), (q, *of_x) = [split_heads(cfg, linear(z, near["qkv"]).contiguous()) for z in (h, xs)]
-    if isinstance(phase, Tensor):
-      cache = {name: (place == phase).where(z, cache[name]) for name, z in zip(CACHES, (*of_h, *of_x))}
-      turn = tuple((place == phase).where(z, 0).sum(0, keepdim=True) for z in turns)
-    else:
-      kept = [[cache[name][:, :, :phase]] if phase else [] for name in CACHES]
-      whole = [Tensor.cat(*old, z, dim=2).pad((None, None, (0, w - phase - n), None)) for old, z in zip(kept, (*of_h, *of_x))]
-      cache, turn = dict(zip(CACHES, whole)), tuple(z[phase:phase + n] for z in turns)
-    k, v = [cache["h_" + name].cat(cache["x_" + name], dim=2).contiguous() for name in "kv"]
-    seen = place.reshape(1, w) <= phase + Tensor.arange(n).reshape(n, 1)
-    y = softmax_attention(q, k, v, turn, tuple(z.cat(z) for z in turns), seen.cat(seen, dim=1), persist)
-    y = rms_norm(linear(joined(y), near["out"]), near["norm"])
-    m, memory, eta = memory_heads(p, cfg, y, {"position": position + done} | memory, ((known or 0) + done) % cfg.chunk)
-    ys.append(y * linear(m, p["out"]))
-    etas.append(eta)
-    done += n
-  y = Tensor.cat(*ys, dim=1)
+    place = position % w if T == 1 and state is not None else ((known or 0) + done) % w       # one token may go anywhere in its segment
+    n = 1 if isinstance(place, Tensor) else min(w - place, T - done)
+    read, q, *of_x = [z[:, :, done:done + n].contiguous() for z in queries]
+    *out, memory, start, cache = segment(p, cfg, read, q, of_x, place, position + done, ((known or 0) + done) % cfg.chunk, memory, start, cache)
+    outs, done = [*outs, out], done + n
+  y, m = [Tensor.cat(*z, dim=1) for z in list(zip(*outs))[:2]]
+  y = y * linear(m, p["out"])
   if known is None and T > 1: y = (position % w == 0).where(y, math.nan)
-  return y, named("memory", memory) | named("start", start) | named("cache", cache), Tensor.stack(*etas).mean()
+  return y, named("memory", memory) | named("start", start) | named("cache", cache), Tensor.stack(*[out[2] for out in outs]).mean()
 
 MIXERS = {"memory": memory_mixer, "attention": attention_mixer, "mag": mag_mixer, "mal": mal_mixer, "mac": mac_mixer}
 

@@ -920,19 +920,19 @@ def takes_fused(cfg, x:Tensor) -> bool:
   return cfg.backend == "fused" or cfg.backend == "auto" and on_cpu(x.device)
 
 def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
-           state:dict[str, Tensor]|None=None, phase:int=0) -> tuple[Tensor, dict[str, Tensor]]:
+           state:dict[str, Tensor]|None=None, phase:int|None=None) -> tuple[Tensor, dict[str, Tensor]]:
   """Reads a stretch of the stream: updates the memory at every token, then reads it (Eq. 9, 10, 15, 16, 32, 33).
 
   q, k (B,H,T,key_dim); v, y (B,H,T,value_dim); alpha, theta, eta (B,H,T), final; gamma (B,H,T,window), gamma[...,j] gates token t-j.
   weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly.
   state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last token; any way of cutting
-  a stream into calls gives the same y.  Under TinyJit a call of one token goes anywhere; one of more tokens with a state must start `phase` tokens
-  behind a chunk's border, since the position cannot be read there, and gives NaN elsewhere.  cfg.backend: ops, fused (one kernel), or auto, the
-  faster one."""
+  a stream into calls gives the same y.  phase: how many tokens of the chunk came before, read from the state unless given.  Under TinyJit, where it
+  cannot be read, a call of one token goes anywhere; one of more tokens with a state must start at a chunk's border, or `phase` tokens behind it, and
+  gives NaN elsewhere.  cfg.backend: ops, fused (one kernel), or auto, the faster one."""
   (B, _, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
-  known = 0 if state is None or T == 1 else read_position(state)
-  phase, is_first = phase if known is None else known % b, state is None
+  known = 0 if state is None or T == 1 else read_position(state) if phase is None else None
+  phase, is_first = (phase or 0) if known is None else known % b, state is None
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
   # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
