@@ -25,7 +25,7 @@ import kernels
 
 # *** settings ***
 
-CHOICES = {"mixer": ("memory", "attention"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly"), "loss": ("l2", "dot"),
+CHOICES = {"mixer": ("memory", "attention"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly", "exp"), "loss": ("l2", "dot"),
            "optimizer": ("gd", "muon"), "backend": ("auto", "ops", "fused")}
 LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0}                                  # every other whole number is at least 1
 

@@ -42,7 +42,7 @@ MAX_FEATURES = 65_536
 
 def feature_size(d:int, features:str, degree:int) -> int:
   """D, the length of phi(x) for x of size d.  ValueError when it exceeds MAX_FEATURES."""
-  if features == "identity": return d
+  if features != "poly": return d                        # exp lifts nothing: its first layer is kept as an expansion
   if (D := math.comb(d + degree, degree)) > MAX_FEATURES:
     raise ValueError(f"degree={degree} with key_dim={d} makes {D:,} features, more than {MAX_FEATURES:,}: lower degree or key_dim")
   return D
@@ -92,13 +92,14 @@ def apply(cfg, read, x:Any, raw:Any) -> Any:
   y = read("W1", h.contiguous())
   return y + raw if raw.shape[-1] == y.shape[-1] else y
 
-def gradients(cfg, W:dict[str, Any], x:Any, k:Any, v:Any) -> dict[str, tuple[Any, Any]]:
+def gradients(cfg, W:dict[str, Any], x:Any, k:Any, v:Any, z:Any=None) -> dict[str, tuple[Any, Any]]:
   """grad loss(M; k, v) at every token, as factors (u, x) with gradient u x^T, per weight matrix.
-  W (B,H,o,i), x = phi(k) (B,H,E,D), k (B,H,E,d), v (B,H,E,value_dim) -> u (B,H,E,o), x (B,H,E,i)."""
+  W (B,H,o,i), x = phi(k) (B,H,E,D), k (B,H,E,d), v (B,H,E,value_dim) -> u (B,H,E,o), x (B,H,E,i).
+  z (B,H,E,o): what the first layer gives, where it is no matrix (features=exp) and x is None."""
   def error(y): return y - v if cfg.loss == "l2" else -v
-  if cfg.memory == "linear": return {"W": (error(x @ W["W"].transpose(-1, -2)).contiguous(), x)}
-  z = (x @ W["W2"].transpose(-1, -2)).contiguous()
-  act, slope = _gelu(z)
+  if z is None: z = x @ W["W" if cfg.memory == "linear" else "W2"].transpose(-1, -2)
+  if cfg.memory == "linear": return {"W": (error(z).contiguous(), x)}
+  act, slope = _gelu(z := z.contiguous())
   gate = (x @ W["W3"].transpose(-1, -2)).contiguous() if cfg.memory == "gated" else None
   h = (act if gate is None else act * gate).contiguous()
   y = h @ W["W1"].transpose(-1, -2)
@@ -269,6 +270,148 @@ def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:
   queries = chunked(q).contiguous()
   y = outputs(cfg, M_starts, S_starts, kept, x, phi(cfg, queries, a).contiguous(), queries, alphas, C)
   return y.flatten(2, 3), base, M, S
+
+# *** features exp: the first layer as an expansion over the tokens ***
+
+def _holds(z:dict) -> tuple[dict, dict]:
+  """What the first layer of M, and of S, is made of where a chunk starts: coefficients of the past's keys (B,H,L,o), and weights of this call's
+  gradients (B,H,1,N*E).  mm, ms, ss (B,H,N+1): how much of M, and of S, is left there in M, and of S in S, of the call's start and of every chunk."""
+  def left(name): return _scalar(z[name][..., 0]), z[name][..., 1:].unsqueeze(-1)
+  old, new = left("mm")
+  past, weights = {"M": old * z["M"]}, {"M": -new * z["lastC"]}
+  if "S" in z:
+    (old, new), (old_s, new_s) = left("ms"), left("ss")
+    past, weights = {"M": past["M"] + old * z["S"], "S": old_s * z["S"]}, {"M": weights["M"] + new * z["lastP"], "S": new_s * z["lastP"]}
+  return {n: x.contiguous() for n, x in past.items()}, {n: w.flatten(-2).unsqueeze(-2).contiguous() for n, w in weights.items()}
+
+def expansion_step(cfg, z:dict) -> dict:
+  """One chunk: its outputs y (B,H,b,value_dim), the gradients u (B,H,E,o) of its tokens, which are new items of the expansion, and for mlp M1 and S1,
+  the second layer after it.  z: the chunk k, v, q, a, C, P, mm, ms, ss, n (its number); the call's keys K (B,H,N*E,d), the gradients U (B,H,N*E,o)
+  of the chunks before, zeros behind, lastC, lastP (B,H,N,E); the past: old (B,H,L,d), its keys, coefficients M, S and base (B,H,L,o)."""
+  skip, q = int(cfg.momentum), z["q"]
+  past, weights = _holds(z)
+  past["base"], weights["base"], base1 = past["M"], weights["M"], z.get("M1")
+  if "base" in z:                                        # the call starts inside a chunk
+    past["base"] = _scalar(z["n"] == 0).where(z["base"], past["M"]).contiguous()
+    if base1 is not None: base1 = _scalar(z["n"] == 0).where(z["base1"], base1).contiguous()
+  def kernel(x, keys): return (x @ keys.transpose(-1, -2)).exp().contiguous()
+  def first(e, name): return e[0] @ past[name] + (e[1] * weights[name]).contiguous() @ z["U"]
+  factors = gradients(cfg, {"W1": base1}, None, z["k"], z["v"], first([kernel(z["k"], z[n]) for n in ("old", "K")], "base"))
+  u, (e, h) = factors["W" if cfg.memory == "linear" else "W2"][0], factors.get("W1", (None, None))
+  near, a, C, C0 = [kernel(q, z[n]) for n in ("old", "K")], z["a"].unsqueeze(-1), z["C"][..., skip:], z["C"][..., :1]
+  def read(name, x):
+    inside = (C * (kernel(q, z["k"]) if name != "W1" else (x @ h.transpose(-1, -2)).contiguous())).contiguous() @ (u if name != "W1" else e)
+    y = a * (first(near, "M") if name != "W1" else x @ z["M1"].transpose(-1, -2)) - inside
+    return y - C0 * (first(near, "S") if name != "W1" else x @ z["S1"].transpose(-1, -2)) if skip else y
+  out = {"y": apply(cfg, read, None, q), "u": u}
+  def sums(w): return ((w.unsqueeze(-2) * e.transpose(-1, -2)).contiguous() @ h).contiguous()
+  if e is not None: out["M1"] = a[..., -1:, :] * z["M1"] - sums(C[..., -1, :])
+  if e is not None and skip:
+    out["M1"] = out["M1"] - _scalar(C0[..., -1, 0]) * z["S1"]
+    out["S1"] = _scalar(z["P"][..., 0]) * z["S1"] + sums(z["P"][..., 1:])
+  return out
+
+def _traced(fxn:Callable, args:list[Tensor]) -> Callable:
+  """fxn as one call that tinygrad schedules and compiles once for all chunks.  It is traced on stand-ins: a gradient in it sees nothing but its arguments."""
+  body = function(fxn, precompile=True)(*[Tensor(x.uop.empty_like()) for x in args])[0].uop.src[0].src[0]
+  def call(*args):
+    f = body.call(*[x.uop for x in args], name=fxn.__name__, precompile=True)
+    return [Tensor(f.gettuple(i)) for i in range(len(body.src))]
+  return call
+
+def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, Tensor, list, list]:
+  """expansion_step over all N chunks, axis 2 of the streams; kept: what it takes that is the same for all; second: M1 and S1.
+  Returns y (B,H,N,b,value_dim), the gradients U (B,H,N*E,o), and second where every chunk starts (B,H,N,.,.) and at the end.
+
+  Each step reads the gradients of all before it.  Reverse mode would keep a copy for every chunk, and memory would grow with the square of the stream:
+  this gradient keeps the last one only, where items that were not there yet have weight 0.  It walks the chunks backwards, each step run anew, and adds
+  to sums.  Arguments and results are one row of numbers each, as a gradient comes only for results that are used."""
+  B, H, N, E, d = cast(tuple[int, ...], streams["k"].shape)
+  o, b, many = cast(int, kept["M"].shape[-1]), streams["q"].shape[3], len(kept) + 1
+  names = [*kept, "U", *second, "chunk"]
+  shapes, sizes = [z.shape[3:] for z in streams.values()], [z.shape[2:] for z in (*kept.values(), *second.values())]
+  wide = sum(map(math.prod, shapes))
+  def step(*x):
+    z = dict(zip(names, x))
+    z |= dict(zip(streams, _unpack(z["chunk"], shapes)))
+    return expansion_step(cfg, z), (Tensor.arange(N) == z["n"].unsqueeze(-1)).reshape(B, H, N, 1, 1)
+  def chunk_forward(*x):
+    out, here = step(*x)
+    U = x[many - 1].reshape(B, H, N, E, o) + here.where(out["u"].unsqueeze(2), 0)
+    return tuple(t.contiguous() for t in (out["y"], *[out[n] for n in second], U.reshape(B, H, N * E, o)))
+  def chunk_backward(*x):
+    x, grads, sums = x[:len(names)], x[len(names):-many], x[-many:]
+    out, here = step(*x)
+    grads = dict(zip(("y", *second), grads)) | {"u": here.where(sums[-1].reshape(B, H, N, E, o), 0).sum(2).contiguous()}
+    found = sum(((out[n] * g).sum() for n, g in grads.items()), Tensor(0.0)).gradient(*x)
+    return tuple(t.contiguous() for t in (*[s + g for s, g in zip(sums, found)], *found[many:]))
+  def unpacked(row):
+    *parts, chunks = [z.contiguous() for z in _unpack(row, [*sizes, (N, wide)], lambda n: False)]
+    return parts[:many - 1], parts[many - 1:], [z.contiguous() for z in chunks.permute(2, 0, 1, 3).contiguous()]
+  after = [(N, b, streams["v"].shape[-1]), (N * E, o), *[(N, *z.shape[2:]) for z in second.values()], *[z.shape[2:] for z in second.values()]]
+  def forward(row):
+    fixed, carry, chunks = unpacked(row)
+    U, ys, starts = fixed[1][..., :1].zeros_like().expand(B, H, N * E, o).contiguous(), [], []
+    call = _traced(chunk_forward, [*fixed, U, *carry, chunks[0]])
+    for chunk in chunks:
+      starts.append(carry)
+      y, *carry, U = call(*fixed, U, *carry, chunk)
+      ys.append(y)
+    return _pack([Tensor.stack(*ys, dim=2), U, *[Tensor.stack(*z, dim=2) for z in zip(*starts)], *carry], 2).contiguous()
+  def backward(grad, call):
+    result, row = map(Tensor, call.src[1:])
+    fixed, carry, chunks = unpacked(row)
+    _, U, *rest = [z.contiguous() for z in _unpack(result, after, lambda n: False)]
+    dy, dU, *drest = [z.contiguous() for z in _unpack(Tensor(grad), after, lambda n: False)]
+    starts, dstarts, dcarry, found = rest[:len(second)], drest[:len(second)], drest[len(second):], []
+    sums, back = [*[z.zeros_like().contiguous() for z in fixed], dU], None
+    for n in reversed(range(N)):
+      args = [*fixed, U, *[z[:, :, n].contiguous() for z in starts], chunks[n], dy[:, :, n].contiguous(), *dcarry, *sums]
+      back = back or _traced(chunk_backward, args)
+      out = back(*args)
+      sums, dcarry = out[:many], [z + dz[:, :, n] for z, dz in zip(out[many:], dstarts)]
+      found.append(out[-1])
+    return None, _pack([*sums[:-1], *dcarry, Tensor.stack(*found[::-1], dim=2)], 2).contiguous().uop
+  row = _pack([*kept.values(), *second.values(), _pack(streams.values(), 3)], 2).contiguous()
+  y, U, *rest = _unpack(function(lambda result, row: result, grad_fxn=backward)(forward(row), row), after)
+  return y, U, rest[:len(second)], rest[len(second):]
+
+def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor, b:int,
+             starts:bool, place:Any, capacity:int) -> tuple[Tensor, dict, dict, dict]:
+  """by_ops for features=exp, but that "u" (B,H,L,o) of base, M and S are the coefficients of the keys old (B,H,L,d) in place of the first layer's
+  matrix, and come back for `capacity` keys, the call's first row at `place`.  starts: base is M.
+  Costs an attention over the past and the call's stream per chunk, without softmax; memory grows linearly with the stream."""
+  B, _, T, _ = cast(tuple[int, ...], q.shape)
+  E, N, skip = b + cfg.window - 1, T // b, int(cfg.momentum)
+  old, *parts = [z if z.ndim == 4 else z.unsqueeze(0).expand(B, *z.shape).contiguous() for z in (old, *base.values(), *M.values(), *S.values())]
+  base, M, S = [dict(zip(M, parts[n:n + len(M)])) for n in range(0, 3 * len(M), len(M))]
+  def chunked(z): return z.reshape(*z.shape[:2], N, b, *z.shape[3:])
+  alphas, C, P = coefficients(cfg, E, 1, *map(chunked, (alpha, theta, eta, gamma)))
+  keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous() for z in (k, v)]
+  last, lastP = C[..., -1, :], P[..., -1, :]
+  def table(gate): return (Tensor.arange(N + 1) == 0).float().reshape(1, 1, 1, N + 1).expand(*gate.shape[:2], 1, N + 1).cat(decay(gate), dim=2).contiguous()
+  tables = {"mm": table(alphas[..., -1])}
+  if skip:
+    tables["ss"] = table(lastP[..., 0])
+    tables["ms"] = (tables["mm"][..., 1:] * -last[..., 0].unsqueeze(-2)).contiguous() @ tables["ss"][..., :-1, :]
+  kept = {"old": old, "K": keys.flatten(2, 3), "lastC": last[..., skip:], "M": M["u"]} | ({"lastP": lastP[..., 1:], "S": S["u"]} if skip else {})
+  if not starts: kept |= {"base": base["u"]} | ({"base1": base["W1"]} if "W1" in base else {})
+  second = {f"{n}1": part["W1"] for n, part in (("M", M), ("S", S)) if "W1" in part}
+  streams = {"k": keys, "v": values, "q": chunked(q), "a": alphas, "C": C, "P": lastP} | {n: z[..., :-1, :] for n, z in tables.items()}
+  streams["n"] = Tensor.arange(N).float().reshape(1, 1, N).expand(*q.shape[:2], N)
+  y, U, begun, ended = expansion_pass(cfg, kept, second, streams)
+  # one coefficient a token: the gradients that one token's key has in several chunks, as halo and as its own, are added
+  slots = place + Tensor.arange(N).reshape(N, 1) * b + Tensor.arange(E) - (E - b)
+  here = Tensor.arange(capacity).reshape(capacity, 1) == slots.reshape(1, N * E)
+  def merged(name, row):
+    past, weights = [z[name] for z in _holds(kept | {n: z[..., row, :] for n, z in tables.items()})]
+    new = (weights.transpose(-1, -2) * U).contiguous()
+    return longer(past) + here.where(1.0, 0.0) @ new
+  def longer(z): return z.pad((None, None, (0, capacity - z.shape[2]), None))
+  after = {p: {"u": merged(p, N)} | ({"W1": ended[n]} if ended else {}) for n, p in enumerate(("M", "S")[:1 + skip])}
+  if N > 1: base = {"u": merged("M", N - 1)} | ({"W1": begun[0][:, :, -1]} if begun else {})
+  else: base = base | {"u": longer(base["u"])}
+  return y.flatten(2, 3), base, after["M"], after.get("S", {})
 
 # *** matrices inside a kernel ***
 
@@ -899,18 +1042,22 @@ def read_position(state:dict[str, Tensor]) -> int|None:
 def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[str, Tensor]:
   """The state before the first token: M_0, S_0 = 0, position 0.  A flat dict of Tensors: "position" (), "M.*", "S.*" (momentum) and "base.*",
   (H,out,in) here, where the rows of the batch still share them, and (B,H,out,in) after the first call; "k" and "v" (B,H,window-1,.), the keys
-  and values that a window still reaches (window > 1)."""
-  M = {n: w for n, w in weights.items() if n != "a"}
-  first = weights["W" if cfg.memory == "linear" else "W1"]
+  and values that a window still reaches (window > 1).  exp: "keys" (H,L,d), the anchors' and then the tokens', and "*.u" (H,L,out), their
+  coefficients, for the first layer; without anchors one empty place, since no tensor is empty."""
+  M = {n: w for n, w in weights.items() if n not in ("a", "anchor_k", "anchor_u")}
+  first = weights["W1" if "W1" in M else "anchor_u" if cfg.features == "exp" else "W"]
+  H, dv = first.shape[0], first.shape[2 if first is weights.get("anchor_u") else 1]
   def zeros(*shape): return Tensor.zeros(*shape, device=first.device).contiguous()
+  if cfg.features == "exp": M["u"] = weights["anchor_u"] if weights["anchor_u"].shape[1] else zeros(H, 1, weights["anchor_u"].shape[2])
   state = {"position": Tensor(0, dtype=dtypes.int32, device=first.device), **{f"{p}.{n}": m for p in ("base", "M") for n, m in M.items()}}
   if cfg.momentum: state |= {f"S.{n}": zeros(*m.shape) for n, m in M.items()}
-  if cfg.window > 1: state |= {n: zeros(B, first.shape[0], cfg.window - 1, d) for n, d in (("k", key_dim), ("v", first.shape[1]))}
+  if cfg.features == "exp": state["keys"] = weights["anchor_k"] if weights["anchor_k"].shape[1] else zeros(H, 1, key_dim)
+  if cfg.window > 1: state |= {n: zeros(B, H, cfg.window - 1, d) for n, d in (("k", key_dim), ("v", dv))}
   return state
 
 def takes_fused(cfg, x:Tensor) -> bool:
   """auto: on CPUs one kernel is faster than many; on a GPU its loops would run in a single thread a head, and nothing has been measured there."""
-  if not isinstance(x.device, str) or x.dtype != dtypes.float: return False
+  if not isinstance(x.device, str) or x.dtype != dtypes.float or cfg.features == "exp": return False
   return cfg.backend == "fused" or cfg.backend == "auto" and on_cpu(x.device)
 
 def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
@@ -918,14 +1065,16 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   """Reads a stretch of the stream: updates the memory at every token, then reads it (Eq. 9, 10, 15, 16, 32, 33).
 
   q, k (B,H,T,key_dim); v, y (B,H,T,value_dim); alpha, theta, eta (B,H,T), final; gamma (B,H,T,window), gamma[...,j] gates token t-j.
-  weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly.
+  weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly;
+  with exp "anchor_k" (H,P,key_dim) and "anchor_u" (H,P,out), keys and coefficients, in place of the first layer's.
   state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last token; any way of cutting
   a stream into calls gives the same y.  Under TinyJit a call of one token goes anywhere; one of more tokens with a state must start at a chunk's
   border, since the position cannot be read there, and gives NaN elsewhere.  cfg.backend: ops, fused (one kernel), or auto, the faster one."""
   (B, _, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
-  known = 0 if state is None or T == 1 else read_position(state)
-  phase, is_first = 0 if known is None else known % b, state is None
+  exp, is_first = cfg.features == "exp", state is None
+  known = 0 if state is None or T == 1 and not exp else read_position(state)
+  phase = 0 if known is None or T == 1 else known % b
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
   # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
@@ -944,12 +1093,22 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   if r > 1: eta = ((index + 1) % r == 0).where(eta, 0)
   stream = {n: state[n].cat(z, dim=2) if c > 1 else z for n, z in (("k", k), ("v", v))}
   keys, values = [padded(z) for z in ((k, v) if is_first else stream.values())]
-  recur = fused if takes_fused(cfg, q) else by_ops
-  y, base, M, S = recur(cfg, weights.get("a"), base, M, S, padded(q), keys, values, padded(alpha, 1.0), padded(theta, 1.0), padded(eta),
-                        padded(gamma), size, every)
+  inputs = padded(q), keys, values, padded(alpha, 1.0), padded(theta, 1.0), padded(eta), padded(gamma)
+  after = {}
+  if exp:
+    old, P = state["keys"], cast(int, weights["anchor_u"].shape[1])
+    place, capacity = P + (position if known is None or T == 1 and not is_first else known), cast(int, old.shape[-2])
+    if known is None and T > 1: raise ValueError("features=exp cannot jit a call of several tokens with a state: its expansion grows")
+    if known is not None and P + known + T > capacity: capacity = max(64, 2 ** math.ceil(math.log2(2 * (P + known + T))))
+    y, base, M, S = expanded(cfg, old, base, M, S, *inputs, size, base is M, place - front, capacity)
+    here = Tensor.arange(capacity).reshape(capacity, 1)
+    new = k.pad((None, None, (place, capacity - place - T), None)) if isinstance(place, int) else (here == place).where(k, 0)
+    after["keys"] = old.pad((*[None] * (old.ndim - 2), (0, capacity - old.shape[-2]), None)) + new
+    if known is None: y = (place < capacity).where(y, math.nan)
+  else: y, base, M, S = (fused if takes_fused(cfg, q) else by_ops)(cfg, weights.get("a"), base, M, S, *inputs, size, every)
   y = y[:, :, front:front + T]
-  if known is None: y = (position % b == 0).where(y, math.nan)
+  if known is None and T > 1: y = (position % b == 0).where(y, math.nan)
   # clones: a jit must not return what is the caller's, nor what a later call in it may overwrite
-  after = {"position": position + T, **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
+  after |= {"position": position + T, **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
   if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:] for n, z in stream.items()}
   return y, {n: z.clone() for n, z in after.items()}

@@ -33,8 +33,18 @@ def gelu(z):
   s = 1 / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z ** 3)))
   return z * s, s + z * s * (1 - s) * 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)
 
+class Expansion:
+  """The first layer of features=exp, W phi*(x) = sum_i coef_i exp(key_i . x), with the operations of a matrix."""
+  __array_ufunc__ = None                                 # numpy's numbers leave products to this class
+  def __init__(self, out, items): self.out, self.items = out, list(items)
+  def __add__(self, o): return Expansion(self.out, self.items + getattr(o, "items", []))
+  def __mul__(self, weight): return Expansion(self.out, [(weight * coef, key) for coef, key in self.items])
+  def __sub__(self, o): return self + o * -1.0
+  def __matmul__(self, x): return sum((coef * np.exp(key @ x) for coef, key in self.items), np.zeros(self.out))
+  __radd__, __rmul__ = __add__, __mul__
+
 def lift(cfg, x, a):
-  if cfg.features == "identity": return x
+  if cfg.features != "poly": return x
   monomials = [f for p in range(cfg.degree + 1) for f in itertools.combinations_with_replacement(range(len(x)), p)]
   ways = [math.factorial(len(f)) / math.prod(math.factorial(f.count(i)) for i in set(f)) for f in monomials]
   return np.array([math.sqrt(a[len(f)] * n) * math.prod(x[i] for i in f) for f, n in zip(monomials, ways)])
@@ -46,11 +56,12 @@ def recall(cfg, M, x, raw):
 
 def gradient(cfg, M, k, v, a):
   x = lift(cfg, k, a)
+  def outer(u, x): return Expansion(len(u), [(u, x)]) if cfg.features == "exp" else np.outer(u, x)
   e = recall(cfg, M, x, k) - v if cfg.loss == "l2" else -v
-  if cfg.memory == "linear": return {"W": np.outer(e, x)}
+  if cfg.memory == "linear": return {"W": outer(e, x)}
   act, slope = gelu(M["W2"] @ x)
   gate, dh = M["W3"] @ x if cfg.memory == "gated" else np.ones_like(act), M["W1"].T @ e
-  g = {"W1": np.outer(e, act * gate), "W2": np.outer(dh * gate * slope, x)}
+  g = {"W1": np.outer(e, act * gate), "W2": outer(dh * gate * slope, x)}
   return g | {"W3": np.outer(dh * act, x)} if cfg.memory == "gated" else g
 
 def muon(S, steps):
@@ -63,7 +74,7 @@ def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma):
   """Section 2 of the method, literally: weights (out,in), q, k (T,key_dim), v (T,value_dim), gates (T,), gamma (T,window) -> y (T,value_dim)."""
   a = weights.get("a")
   M = {n: w for n, w in weights.items() if n != "a"}
-  S, ys = {n: np.zeros_like(w) for n, w in M.items()}, []
+  S, ys = {n: w * 0.0 for n, w in M.items()}, []
   for t in range(len(q)):
     if t % cfg.chunk == 0: base = M                      # M': every gradient of the chunk is taken here, the halo's too
     lags = [(gamma[t, j], gradient(cfg, base, k[t - j], v[t - j], a)) for j in range(min(cfg.window, t + 1))]
@@ -76,13 +87,16 @@ def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma):
 
 NAMES = ("q", "k", "v", "alpha", "theta", "eta", "gamma")
 
-def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0):
+def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0, anchors=3):
   """Random weights (H,out,in) and inputs (B,H,T,.) in float64; two gates are exactly 0."""
   r = np.random.default_rng(seed)
   def normal(*shape): return r.normal(size=shape) * 0.6
   D = kernels.feature_size(d, cfg.features, cfg.degree)
   W = {"W": normal(H, dv, D)} if cfg.memory == "linear" else {"W1": normal(H, dv, hidden), "W2": normal(H, hidden, D)}
   if cfg.memory == "gated": W["W3"] = normal(H, hidden, D)
+  if cfg.features == "exp":
+    out = W.pop("W" if cfg.memory == "linear" else "W2").shape[1]
+    W |= {"anchor_k": normal(H, anchors, d), "anchor_u": normal(H, anchors, out)}
   if cfg.features == "poly": W["a"] = r.uniform(0.2, 1, size=cfg.degree + 1)
   gates = [r.uniform(low, high, size=(B, H, T)) for low, high in ((0.7, 1), (0, 1), (0, 0.2))]
   if T > 4: gates[0][:, :, 3] = gates[1][:, :, 2] = 0
@@ -90,7 +104,12 @@ def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0):
 
 def by_oracle(cfg, W, x):
   B, H = x["q"].shape[:2]
-  def head(b, h): return oracle(cfg, {n: w if n == "a" else w[h] for n, w in W.items()}, *[x[n][b, h] for n in NAMES])
+  def head(b, h):
+    weights = {n: w if n == "a" else w[h] for n, w in W.items()}
+    if cfg.features == "exp":
+      keys, coefs = weights.pop("anchor_k"), weights.pop("anchor_u")
+      weights["W" if cfg.memory == "linear" else "W2"] = Expansion(coefs.shape[1], zip(coefs, keys))
+    return oracle(cfg, weights, *[x[n][b, h] for n in NAMES])
   return np.stack([np.stack([head(b, h) for h in range(H)]) for b in range(B)])
 
 def tensors(arrays): return {n: Tensor(np.ascontiguousarray(x, dtype=np.float32)).realize() for n, x in arrays.items()}
