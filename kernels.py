@@ -334,7 +334,7 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
   def step(*x):
     z = dict(zip(names, x))
     z |= dict(zip(streams, _unpack(z["chunk"], shapes)))
-    return expansion_step(cfg, z), (Tensor.arange(N) == z["n"].unsqueeze(-1)).reshape(B, H, N, 1, 1)
+    return expansion_step(cfg, z), (Tensor.arange(N) == z["n"].cast(dtypes.int32).unsqueeze(-1)).reshape(B, H, N, 1, 1)
   def chunk_forward(*x):
     out, here = step(*x)
     U = x[many - 1].reshape(B, H, N, E, o) + here.where(out["u"].unsqueeze(2), 0)
