@@ -644,7 +644,7 @@ def last_error(capsys):
 
 BAD = {                                                  # a command line and what its one line of error must say
   "steps": "is not key=value", "--steps 3": "write steps=...", "chunks=8": "did you mean chunk", "mixer=mac": "take one of memory, attention",
-  "anchors=4": "not a setting", "task=mqar": "not a setting", "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
+  "persist=4": "not a setting", "task=mqar": "not a setting", "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
   "batch=0": "1 or more", "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
   "muon_every=3": "does not divide chunk=32", "degree=9 key_dim=64": "features, more than 65,536", "preset=swa key_dim=5": "key_dim=5 is odd",
   "window=0": "window=0 is too small", "backend=fast": "take one of auto, ops, fused", "data=/nowhere": "does not exist",
