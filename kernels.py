@@ -1099,7 +1099,7 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
     old, P = state["keys"], cast(int, weights["anchor_u"].shape[1])
     place, capacity = P + (position if known is None or T == 1 and not is_first else known), cast(int, old.shape[-2])
     if known is None and T > 1: raise ValueError("features=exp cannot jit a call of several tokens with a state: its expansion grows")
-    if known is not None and P + known + T > capacity: capacity = max(64, 2 ** math.ceil(math.log2(2 * (P + known + T))))
+    if known is not None and P + known + T > capacity: capacity = P + max(64, 2 ** math.ceil(math.log2(2 * (known + T))))
     y, base, M, S = expanded(cfg, old, base, M, S, *inputs, size, base is M, place - front, capacity)
     here = Tensor.arange(capacity).reshape(capacity, 1)
     new = k.pad((None, None, (place, capacity - place - T), None)) if isinstance(place, int) else (here == place).where(k, 0)
