@@ -29,6 +29,7 @@ from tinygrad.engine.jit import JitError
 from tinygrad.function import function
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
+from tinygrad.tensor import transform_precompiled_call
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 # tinygrad's CPU device calls clang; the `cpu` extra puts one beside this Python, a folder that PATH holds only in an activated environment
@@ -312,11 +313,14 @@ def expansion_step(cfg, z:dict) -> dict:
   return out
 
 def _traced(fxn:Callable, args:list[Tensor]) -> Callable:
-  """fxn as one call that tinygrad schedules and compiles once for all chunks.  It is traced on stand-ins: a gradient in it sees nothing but its arguments."""
-  body = function(fxn, precompile=True)(*[Tensor(x.uop.empty_like()) for x in args])[0].uop.src[0].src[0]
+  """fxn as one call that tinygrad schedules and compiles once for all chunks.  It is traced on stand-ins: a gradient in it sees nothing but its
+  arguments.  Results lie in scratch of the enclosing function, where those of a plain call would be held to its end."""
+  out = function(fxn, precompile=True)(*[Tensor(x.uop.empty_like()) for x in args])
+  sink = transform_precompiled_call(out[0].uop.src[0]).src[0].src[1].src[0]
   def call(*args):
-    f = body.call(*[x.uop for x in args], name=fxn.__name__, precompile=True)
-    return [Tensor(f.gettuple(i)) for i in range(len(body.src))]
+    room = [Tensor.invalids(*z.shape, dtype=z.dtype, device=z.device) for z in out]
+    f = sink.call(*[x.uop for x in (*args, *room)], name=fxn.__name__)
+    return [Tensor(z.uop.after(f)) for z in room]
   return call
 
 def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, Tensor, list, list]:
@@ -326,55 +330,55 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
   Each step reads the gradients of all before it.  Reverse mode would keep a copy for every chunk, and memory would grow with the square of the stream:
   this gradient keeps the last one only, where items that were not there yet have weight 0.  It walks the chunks backwards, each step run anew, and adds
   to sums.  Arguments and results are one row of numbers each, as a gradient comes only for results that are used."""
-  B, H, N, E, d = cast(tuple[int, ...], streams["k"].shape)
-  o, b, many = cast(int, kept["M"].shape[-1]), streams["q"].shape[3], len(kept) + 1
-  names = [*kept, "U", *second, "chunk"]
-  shapes, sizes = [z.shape[3:] for z in streams.values()], [z.shape[2:] for z in (*kept.values(), *second.values())]
-  wide = sum(map(math.prod, shapes))
-  def step(*x):
-    z = dict(zip(names, x))
-    z |= dict(zip(streams, _unpack(z["chunk"], shapes)))
-    return expansion_step(cfg, z), (Tensor.arange(N) == z["n"].cast(dtypes.int32).unsqueeze(-1)).reshape(B, H, N, 1, 1)
-  def chunk_forward(*x):
-    out, here = step(*x)
-    U = x[many - 1].reshape(B, H, N, E, o) + here.where(out["u"].unsqueeze(2), 0)
-    return tuple(t.contiguous() for t in (out["y"], *[out[n] for n in second], U.reshape(B, H, N * E, o)))
-  def chunk_backward(*x):
-    x, grads, sums = x[:len(names)], x[len(names):-many], x[-many:]
-    out, here = step(*x)
-    grads = dict(zip(("y", *second), grads)) | {"u": here.where(sums[-1].reshape(B, H, N, E, o), 0).sum(2).contiguous()}
-    found = sum(((out[n] * g).sum() for n, g in grads.items()), Tensor(0.0)).gradient(*x)
-    return tuple(t.contiguous() for t in (*[s + g for s, g in zip(sums, found)], *found[many:]))
-  def unpacked(row):
-    *parts, chunks = [z.contiguous() for z in _unpack(row, [*sizes, (N, wide)], lambda n: False)]
-    return parts[:many - 1], parts[many - 1:], [z.contiguous() for z in chunks.permute(2, 0, 1, 3).contiguous()]
+  B, H, N, E, _ = cast(tuple[int, ...], streams["k"].shape)
+  o, b = cast(int, kept["M"].shape[-1]), streams["q"].shape[3]
+  kept = kept | {"U": Tensor.zeros(B, H, N * E, o, buffer=False)}
+  names, many, carried = [*kept, *second], len(kept), len(second)
+  shapes = [z.shape[3:] for z in streams.values()]
+  before = [*[z.shape[2:] for z in (*kept.values(), *second.values())], (N, sum(map(math.prod, shapes))), (1,)]
   after = [(N, b, streams["v"].shape[-1]), (N * E, o), *[(N, *z.shape[2:]) for z in second.values()], *[z.shape[2:] for z in second.values()]]
+  def whole(row, shapes): return [z.contiguous() for z in _unpack(row, shapes, lambda n: False)]
+  def own(z, n): return (Tensor.arange(N) == n.cast(dtypes.int32)).reshape(B, H, N, *[1] * (z.ndim - 3)).where(z, 0)
+  def chunk_of(z, n): return own(z, n).sum(2).contiguous()
+  def step(x, chunk): return expansion_step(cfg, dict(zip(names, x)) | dict(zip(streams, _unpack(chunk, shapes))))
+  def stored(*x): return tuple(z.contiguous() for z in x)
+  def chunk_forward(*x):
+    *x, chunks, n = x
+    out = step(x, chunk_of(chunks, n))
+    U = x[many - 1].reshape(B, H, N, E, o) + own(out["u"].unsqueeze(2), n)
+    return stored(out["y"], U.flatten(2, 3), *[out[z] for z in second], n + 1)
   def forward(row):
-    fixed, carry, chunks = unpacked(row)
-    U, ys, starts = fixed[1][..., :1].zeros_like().expand(B, H, N * E, o).contiguous(), [], []
-    call = _traced(chunk_forward, [*fixed, U, *carry, chunks[0]])
-    for chunk in chunks:
-      starts.append(carry)
-      y, *carry, U = call(*fixed, U, *carry, chunk)
-      ys.append(y)
-    return _pack([Tensor.stack(*ys, dim=2), U, *[Tensor.stack(*z, dim=2) for z in zip(*starts)], *carry], 2).contiguous()
+    *x, chunks, n = whole(row, before)
+    call, ys, starts = _traced(chunk_forward, [*x, chunks, n]), [], []
+    for _ in range(N):
+      starts.append(x[many:])
+      y, U, *rest, n = call(*x, chunks, n)
+      ys, x = [*ys, y], [*x[:many - 1], U, *rest]
+    return _pack([Tensor.stack(*ys, dim=2), *x[many - 1:many], *[Tensor.stack(*z, dim=2) for z in zip(*starts)], *x[many:]], 2).contiguous()
+  def chunk_backward(*x):
+    fixed, starts, (chunks, dy), dstarts, dends, sums, n = *[x[m:m + s] for m, s in zip(places, sizes)], x[-1]
+    x = [*fixed, *[chunk_of(z, n) for z in starts], chunk_of(chunks, n)]
+    out, given = step(x[:-1], x[-1]), [chunk_of(dy, n), chunk_of(sums[-1].reshape(B, H, N, E, o), n), *dends]
+    found = sum(((out[z] * g).sum() for z, g in zip(("y", "u", *second), given)), Tensor(0.0)).gradient(*x)
+    begun = [g + chunk_of(dz, n) for g, dz in zip(found[many:], dstarts)]
+    return stored(*[z + g for z, g in zip(sums, found)], *begun, found[-1], n - 1)
+  sizes = (many, carried, 2, carried, carried, many)
+  places = [0, *itertools.accumulate(sizes)]
+  def gradient(row, result, grad, zeros):
+    x, (_, U, *rest), (dy, dU, *drest) = whole(row, before), whole(result, after), whole(grad, after)
+    fixed, dends, sums, found = [*x[:many - 1], U], drest[carried:], [*whole(zeros, before)[:many - 1], dU], []
+    same, n = [*fixed, *rest[:carried], x[-2], dy, *drest[:carried]], (x[-1] + (N - 1)).contiguous()
+    call = _traced(chunk_backward, [*same, *dends, *sums, n])
+    for _ in range(N):
+      *sums, dchunk, n = call(*same, *dends, *sums, n)
+      sums, dends, found = sums[:many], sums[many:], [dchunk, *found]
+    return _pack([*sums, *dends, Tensor.stack(*found, dim=2), n], 2).contiguous()
   def backward(grad, call):
-    result, row = map(Tensor, call.src[1:])
-    fixed, carry, chunks = unpacked(row)
-    _, U, *rest = [z.contiguous() for z in _unpack(result, after, lambda n: False)]
-    dy, dU, *drest = [z.contiguous() for z in _unpack(Tensor(grad), after, lambda n: False)]
-    starts, dstarts, dcarry, found = rest[:len(second)], drest[:len(second)], drest[len(second):], []
-    sums, back = [*[z.zeros_like().contiguous() for z in fixed], dU], None
-    for n in reversed(range(N)):
-      args = [*fixed, U, *[z[:, :, n].contiguous() for z in starts], chunks[n], dy[:, :, n].contiguous(), *dcarry, *sums]
-      back = back or _traced(chunk_backward, args)
-      out = back(*args)
-      sums, dcarry = out[:many], [z + dz[:, :, n] for z, dz in zip(out[many:], dstarts)]
-      found.append(out[-1])
-    return None, _pack([*sums[:-1], *dcarry, Tensor.stack(*found[::-1], dim=2)], 2).contiguous().uop
-  row = _pack([*kept.values(), *second.values(), _pack(streams.values(), 3)], 2).contiguous()
-  y, U, *rest = _unpack(function(lambda result, row: result, grad_fxn=backward)(forward(row), row), after)
-  return y, U, rest[:len(second)], rest[len(second):]
+    row, result, grad = map(Tensor, (call.src[1], call.gettuple(0), grad))
+    return (function(gradient, precompile=True)(row, result, grad, row.zeros_like()).uop,)
+  row = _pack([*kept.values(), *second.values(), _pack(streams.values(), 3), Tensor.zeros(B, H, 1, buffer=False)], 2).contiguous()
+  y, U, *rest = _unpack(function(forward, precompile=True, grad_fxn=backward)(row), after)
+  return y, U, rest[:carried], rest[carried:]
 
 def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor, b:int,
              starts:bool, place:Any, capacity:int) -> tuple[Tensor, dict, dict, dict]:
