@@ -312,15 +312,24 @@ def expansion_step(cfg, z:dict) -> dict:
     out["S1"] = _scalar(z["P"][..., 0]) * z["S1"] + sums(z["P"][..., 1:])
   return out
 
-def _traced(fxn:Callable, args:list[Tensor]) -> Callable:
-  """fxn as one call that tinygrad schedules and compiles once for all chunks.  It is traced on stand-ins: a gradient in it sees nothing but its
-  arguments.  Results lie in scratch of the enclosing function, where those of a plain call would be held to its end."""
-  out = function(fxn, precompile=True)(*[Tensor(x.uop.empty_like()) for x in args])
-  sink = transform_precompiled_call(out[0].uop.src[0]).src[0].src[1].src[0]
+def _body(fxn:Callable, *args:Tensor) -> UOp:
+  """The graph of fxn over parameters, as tinygrad's `function` makes it, whose time grows with the square of the graph where it holds scratch."""
+  inputs = [x.uop.empty_like() for x in args]
+  out = fxn(*map(Tensor, inputs))
+  body = UOp.maketuple(*[x.uop for x in (out if isinstance(out, tuple) else (out,))])
+  scratch = [u for u in body.toposort(enter_calls=False) if u.op is Ops.BUFFER and u not in inputs]
+  numbered = {u: u.replace(arg=replace(u.arg, slot=n)) for n, u in enumerate(scratch)}
+  return body.substitute(numbered | {u: u.param_like(n) for n, u in enumerate(inputs)})
+
+def _traced(fxn:Callable, *args:Tensor) -> Callable:
+  """fxn as a call inside a _body, scheduled and compiled once however often it is called.  Its results lie in scratch of that body, where those of a
+  precompiled `function` would all be held to the end."""
+  body = _body(fxn, *args)
+  sink = transform_precompiled_call(body.call(*[x.uop.empty_like() for x in args], precompile=True)).src[0].src[1].src[0]
   def call(*args):
-    room = [Tensor.invalids(*z.shape, dtype=z.dtype, device=z.device) for z in out]
-    f = sink.call(*[x.uop for x in (*args, *room)], name=fxn.__name__)
-    return [Tensor(z.uop.after(f)) for z in room]
+    room = [Tensor.invalids(*u.shape, dtype=u.dtype, device=args[0].device) for u in body.src]
+    done = sink.call(*[x.uop for x in (*args, *room)], name=fxn.__name__)
+    return [Tensor(x.uop.after(done)) for x in room]
   return call
 
 def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, Tensor, list, list]:
@@ -349,7 +358,7 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
     return stored(out["y"], U.flatten(2, 3), *[out[z] for z in second], n + 1)
   def forward(row):
     *x, chunks, n = whole(row, before)
-    call, ys, starts = _traced(chunk_forward, [*x, chunks, n]), [], []
+    call, ys, starts = _traced(chunk_forward, *x, chunks, n), [], []
     for _ in range(N):
       starts.append(x[many:])
       y, U, *rest, n = call(*x, chunks, n)
@@ -368,16 +377,16 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
     x, (_, U, *rest), (dy, dU, *drest) = whole(row, before), whole(result, after), whole(grad, after)
     fixed, dends, sums, found = [*x[:many - 1], U], drest[carried:], [*whole(zeros, before)[:many - 1], dU], []
     same, n = [*fixed, *rest[:carried], x[-2], dy, *drest[:carried]], (x[-1] + (N - 1)).contiguous()
-    call = _traced(chunk_backward, [*same, *dends, *sums, n])
+    call = _traced(chunk_backward, *same, *dends, *sums, n)
     for _ in range(N):
       *sums, dchunk, n = call(*same, *dends, *sums, n)
       sums, dends, found = sums[:many], sums[many:], [dchunk, *found]
     return _pack([*sums, *dends, Tensor.stack(*found, dim=2), n], 2).contiguous()
   def backward(grad, call):
-    row, result, grad = map(Tensor, (call.src[1], call.gettuple(0), grad))
-    return (function(gradient, precompile=True)(row, result, grad, row.zeros_like()).uop,)
+    args = [row := Tensor(call.src[1]), Tensor(call.gettuple(0)), Tensor(grad), row.zeros_like()]
+    return (_body(gradient, *args).call(*[x.uop for x in args], precompile=True).gettuple(0),)
   row = _pack([*kept.values(), *second.values(), _pack(streams.values(), 3), Tensor.zeros(B, H, 1, buffer=False)], 2).contiguous()
-  y, U, *rest = _unpack(function(forward, precompile=True, grad_fxn=backward)(row), after)
+  y, U, *rest = _unpack(Tensor(_body(forward, row).call(row.uop, precompile=True, grad_fxn=backward).gettuple(0)), after)
   return y, U, rest[:carried], rest[carried:]
 
 def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor, b:int,
