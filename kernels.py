@@ -349,11 +349,11 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
   def whole(row, shapes): return [z.contiguous() for z in _unpack(row, shapes, lambda n: False)]
   def own(z, n): return (Tensor.arange(N) == n.cast(dtypes.int32)).reshape(B, H, N, *[1] * (z.ndim - 3)).where(z, 0)
   def chunk_of(z, n): return own(z, n).sum(2).contiguous()
-  def step(x, chunk): return expansion_step(cfg, dict(zip(names, x)) | dict(zip(streams, _unpack(chunk, shapes))))
+  def step(x, chunk, n): return expansion_step(cfg, dict(zip(names, x)) | dict(zip(streams, _unpack(chunk, shapes))) | {"n": n.squeeze(-1)})
   def stored(*x): return tuple(z.contiguous() for z in x)
   def chunk_forward(*x):
     *x, chunks, n = x
-    out = step(x, chunk_of(chunks, n))
+    out = step(x, chunk_of(chunks, n), n)
     U = x[many - 1].reshape(B, H, N, E, o) + own(out["u"].unsqueeze(2), n)
     return stored(out["y"], U.flatten(2, 3), *[out[z] for z in second], n + 1)
   def forward(row):
@@ -367,7 +367,7 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
   def chunk_backward(*x):
     fixed, starts, (chunks, dy), dstarts, dends, sums, n = *[x[m:m + s] for m, s in zip(places, sizes)], x[-1]
     x = [*fixed, *[chunk_of(z, n) for z in starts], chunk_of(chunks, n)]
-    out, given = step(x[:-1], x[-1]), [chunk_of(dy, n), chunk_of(sums[-1].reshape(B, H, N, E, o), n), *dends]
+    out, given = step(x[:-1], x[-1], n), [chunk_of(dy, n), chunk_of(sums[-1].reshape(B, H, N, E, o), n), *dends]
     found = sum(((out[z] * g).sum() for z, g in zip(("y", "u", *second), given)), Tensor(0.0)).gradient(*x)
     begun = [g + chunk_of(dz, n) for g, dz in zip(found[many:], dstarts)]
     return stored(*[z + g for z, g in zip(sums, found)], *begun, found[-1], n - 1)
@@ -411,15 +411,19 @@ def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
   if not starts: kept |= {"base": base["u"]} | ({"base1": base["W1"]} if "W1" in base else {})
   second = {f"{n}1": part["W1"] for n, part in (("M", M), ("S", S)) if "W1" in part}
   streams = {"k": keys, "v": values, "q": chunked(q), "a": alphas, "C": C, "P": lastP} | {n: z[..., :-1, :] for n, z in tables.items()}
-  streams["n"] = Tensor.arange(N).float().reshape(1, 1, N).expand(*q.shape[:2], N)
   y, U, begun, ended = expansion_pass(cfg, kept, second, streams)
   # one coefficient a token: the gradients that one token's key has in several chunks, as halo and as its own, are added
-  slots = place + Tensor.arange(N).reshape(N, 1) * b + Tensor.arange(E) - (E - b)
-  here = Tensor.arange(capacity).reshape(capacity, 1) == slots.reshape(1, N * E)
+  first = place - (E - b)                                # the place of the first row's oldest key
   def merged(name, row):
     past, weights = [z[name] for z in _holds(kept | {n: z[..., row, :] for n, z in tables.items()})]
-    new = (weights.transpose(-1, -2) * U).contiguous()
-    return longer(past) + here.where(1.0, 0.0) @ new
+    new, reach = (weights.transpose(-1, -2) * U).reshape(*U.shape[:2], N, E, U.shape[3]).contiguous(), -(-E // b) if N > 1 else 1
+    size = b if N > 1 else E
+    blocks = new.pad((None, None, None, (0, reach * size - E), None)).split(size, dim=3)
+    new = sum(z.flatten(2, 3).pad((None, None, (n * size, (reach - 1 - n) * size), None)) for n, z in enumerate(blocks)).contiguous()
+    if not isinstance(place, int):
+      return longer(past) + (Tensor.arange(capacity).reshape(capacity, 1) == first + Tensor.arange(new.shape[2])).where(1.0, 0.0) @ new
+    new = new[:, :, max(-first, 0):capacity - first]
+    return longer(past) + new.pad((None, None, (max(first, 0), capacity - max(first, 0) - new.shape[2]), None))
   def longer(z): return z.pad((None, None, (0, capacity - z.shape[2]), None))
   after = {p: {"u": merged(p, N)} | ({"W1": ended[n]} if ended else {}) for n, p in enumerate(("M", "S")[:1 + skip])}
   if N > 1: base = {"u": merged("M", N - 1)} | ({"W1": begun[0][:, :, -1]} if begun else {})
