@@ -274,38 +274,40 @@ def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:
 
 # *** features exp: the first layer as an expansion over the tokens ***
 
-def _holds(z:dict) -> tuple[dict, dict]:
-  """What the first layer of M, and of S, is made of where a chunk starts: coefficients of the past's keys (B,H,L,o), and weights of this call's
-  gradients (B,H,1,N*E).  mm, ms, ss (B,H,N+1): how much of M, and of S, is left there in M, and of S in S, of the call's start and of every chunk."""
+def _stored(x:Tensor) -> Tensor: return x.contiguous().contiguous_backward()
+
+def _expansion(z:dict) -> dict:
+  """The coefficients (B,H,L+N*E,o) of the first layer of M, and of S, where a chunk starts: of the past's L keys, then of the call's gradients U.
+  mm, ms, ss (B,H,N+1): how much of M, and of S, is left there in M, and of S in S, of the call's start and of every chunk."""
+  def items(past, weights): return _stored(past.cat(weights.flatten(-2).unsqueeze(-1) * z["U"], dim=2))
   def left(name): return _scalar(z[name][..., 0]), z[name][..., 1:].unsqueeze(-1)
   old, new = left("mm")
-  past, weights = {"M": old * z["M"]}, {"M": -new * z["lastC"]}
-  if "S" in z:
-    (old, new), (old_s, new_s) = left("ms"), left("ss")
-    past, weights = {"M": past["M"] + old * z["S"], "S": old_s * z["S"]}, {"M": weights["M"] + new * z["lastP"], "S": new_s * z["lastP"]}
-  return {n: x.contiguous() for n, x in past.items()}, {n: w.flatten(-2).unsqueeze(-2).contiguous() for n, w in weights.items()}
+  if "S" not in z: return {"M": items(old * z["M"], -new * z["lastC"])}
+  (of_s, new_s), (old_s, own_s) = left("ms"), left("ss")
+  return {"M": items(old * z["M"] + of_s * z["S"], new_s * z["lastP"] - new * z["lastC"]), "S": items(old_s * z["S"], own_s * z["lastP"])}
 
 def expansion_step(cfg, z:dict) -> dict:
   """One chunk: its outputs y (B,H,b,value_dim), the gradients u (B,H,E,o) of its tokens, which are new items of the expansion, and for mlp M1 and S1,
-  the second layer after it.  z: the chunk k, v, q, a, C, P, mm, ms, ss, n (its number); the call's keys K (B,H,N*E,d), the gradients U (B,H,N*E,o)
-  of the chunks before, zeros behind, lastC, lastP (B,H,N,E); the past: old (B,H,L,d), its keys, coefficients M, S and base (B,H,L,o)."""
-  skip, q = int(cfg.momentum), z["q"]
-  past, weights = _holds(z)
-  past["base"], weights["base"], base1 = past["M"], weights["M"], z.get("M1")
+  the second layer after it.  z: the chunk's k, v, q, a, C, P, mm, ms, ss and n, its number; the keys of the past and of the call (B,H,L+N*E,d); the
+  past's coefficients M, S and base (B,H,L,o); lastC, lastP (B,H,N,E); U (B,H,N*E,o), the gradients of the chunks before, zeros behind."""
+  skip, E, coefs, base1 = int(cfg.momentum), z["k"].shape[2], _expansion(z), z.get("M1")
+  coefs["base"] = coefs["M"]
   if "base" in z:                                        # the call starts inside a chunk
-    past["base"] = _scalar(z["n"] == 0).where(z["base"], past["M"]).contiguous()
-    if base1 is not None: base1 = _scalar(z["n"] == 0).where(z["base1"], base1).contiguous()
-  def kernel(x, keys): return (x @ keys.transpose(-1, -2)).exp().contiguous()
-  def first(e, name): return e[0] @ past[name] + (e[1] * weights[name]).contiguous() @ z["U"]
-  factors = gradients(cfg, {"W1": base1}, None, z["k"], z["v"], first([kernel(z["k"], z[n]) for n in ("old", "K")], "base"))
+    is_first = _scalar(z["n"] == 0)
+    coefs["base"] = is_first.where(z["base"].pad((None, None, (0, z["U"].shape[2]), None)), coefs["M"]).contiguous()
+    if base1 is not None: base1 = is_first.where(z["base1"], base1).contiguous()
+  def kernel(x, keys): return (x @ keys.transpose(-1, -2)).contiguous_backward().exp().contiguous()
+  near = kernel(z["k"].cat(z["q"], dim=2).contiguous(), z["keys"])
+  factors = gradients(cfg, {"W1": base1}, None, z["k"], z["v"], _stored(near[:, :, :E].contiguous_backward() @ coefs["base"]))
   u, (e, h) = factors["W" if cfg.memory == "linear" else "W2"][0], factors.get("W1", (None, None))
-  near, a, C, C0 = [kernel(q, z[n]) for n in ("old", "K")], z["a"].unsqueeze(-1), z["C"][..., skip:], z["C"][..., :1]
+  a, C, C0 = z["a"].unsqueeze(-1), z["C"][..., skip:], z["C"][..., :1]
   def read(name, x):
-    inside = (C * (kernel(q, z["k"]) if name != "W1" else (x @ h.transpose(-1, -2)).contiguous())).contiguous() @ (u if name != "W1" else e)
-    y = a * (first(near, "M") if name != "W1" else x @ z["M1"].transpose(-1, -2)) - inside
-    return y - C0 * (first(near, "S") if name != "W1" else x @ z["S1"].transpose(-1, -2)) if skip else y
-  out = {"y": apply(cfg, read, None, q), "u": u}
-  def sums(w): return ((w.unsqueeze(-2) * e.transpose(-1, -2)).contiguous() @ h).contiguous()
+    second = name == "W1"
+    def old(part): return (x @ z[part + "1"].transpose(-1, -2) if second else near[:, :, E:].contiguous_backward() @ coefs[part]).contiguous()
+    y = a * old("M") - _stored(C * (x @ h.transpose(-1, -2) if second else kernel(z["q"], z["k"]))) @ (e if second else u)
+    return (y - C0 * old("S") if skip else y).contiguous_backward()
+  out = {"y": apply(cfg, read, None, z["q"]), "u": u}
+  def sums(w): return e.transpose(-1, -2) @ _stored(w.unsqueeze(-1) * h)
   if e is not None: out["M1"] = a[..., -1:, :] * z["M1"] - sums(C[..., -1, :])
   if e is not None and skip:
     out["M1"] = out["M1"] - _scalar(C0[..., -1, 0]) * z["S1"]
@@ -407,7 +409,7 @@ def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
   if skip:
     tables["ss"] = table(lastP[..., 0])
     tables["ms"] = (tables["mm"][..., 1:] * -last[..., 0].unsqueeze(-2)).contiguous() @ tables["ss"][..., :-1, :]
-  kept = {"old": old, "K": keys.flatten(2, 3), "lastC": last[..., skip:], "M": M["u"]} | ({"lastP": lastP[..., 1:], "S": S["u"]} if skip else {})
+  kept = {"keys": old.cat(keys.flatten(2, 3), dim=2), "lastC": last[..., skip:], "M": M["u"]} | ({"lastP": lastP[..., 1:], "S": S["u"]} if skip else {})
   if not starts: kept |= {"base": base["u"]} | ({"base1": base["W1"]} if "W1" in base else {})
   second = {f"{n}1": part["W1"] for n, part in (("M", M), ("S", S)) if "W1" in part}
   streams = {"k": keys, "v": values, "q": chunked(q), "a": alphas, "C": C, "P": lastP} | {n: z[..., :-1, :] for n, z in tables.items()}
@@ -415,8 +417,8 @@ def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
   # one coefficient a token: the gradients that one token's key has in several chunks, as halo and as its own, are added
   first = place - (E - b)                                # the place of the first row's oldest key
   def merged(name, row):
-    past, weights = [z[name] for z in _holds(kept | {n: z[..., row, :] for n, z in tables.items()})]
-    new, reach = (weights.transpose(-1, -2) * U).reshape(*U.shape[:2], N, E, U.shape[3]).contiguous(), -(-E // b) if N > 1 else 1
+    past, new = _expansion(kept | {"U": U} | {n: z[..., row, :] for n, z in tables.items()})[name].split([old.shape[2], N * E], dim=2)
+    new, reach = new.reshape(*new.shape[:2], N, E, new.shape[3]), -(-E // b) if N > 1 else 1
     size = b if N > 1 else E
     blocks = new.pad((None, None, None, (0, reach * size - E), None)).split(size, dim=3)
     new = sum(z.flatten(2, 3).pad((None, None, (n * size, (reach - 1 - n) * size), None)) for n, z in enumerate(blocks)).contiguous()
