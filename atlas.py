@@ -167,7 +167,7 @@ def memory_shapes(cfg:Config) -> dict[str, tuple[int, int, int]]:
   D, hidden = kernels.feature_size(cfg.key_dim, cfg.features, cfg.degree), cfg.expand * cfg.value_dim
   if cfg.features == "exp":
     out = cfg.value_dim if cfg.memory == "linear" else hidden
-    shapes = {"anchor_k": (cfg.heads, cfg.anchors, D), "anchor_u": (cfg.heads, cfg.anchors, out)} if cfg.anchors else {}
+    shapes = {"anchor_k": (cfg.heads, cfg.anchors, D), "anchor_u": (cfg.heads, cfg.anchors, out)}
     return shapes | ({"W1": (cfg.heads, cfg.value_dim, hidden)} if cfg.memory == "mlp" else {})
   if cfg.memory == "linear": return {"W": (cfg.heads, cfg.value_dim, D)}
   shapes = {"W1": (cfg.heads, cfg.value_dim, hidden), "W2": (cfg.heads, hidden, D)}
@@ -195,7 +195,7 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
       bias = [math.log(start[g] / (1 - start[g])) for g, n in gate_sizes(cfg).items() for _ in range(n)]
       block |= {"gates": ((len(bias), cfg.dim), INIT.weight), "gate_bias": ((len(bias),), np.array(bias)),
                 "out_norm": ones(dv), "out_gate": dense(H * dv, cfg.dim)}
-      block |= {f"memory.{n}": (shape, shape[1 if n == "anchor_u" else 2] ** -0.5) for n, shape in memory_shapes(cfg).items()}
+      block |= {f"memory.{n}": (shape, shape[1 if n == "anchor_u" else 2] ** -0.5) for n, shape in memory_shapes(cfg).items() if 0 not in shape}
       if cfg.features == "exp": block["memory.scale"] = (H,), np.array([math.log(INIT.scale / (INIT.scale_bound - INIT.scale))])
       if cfg.features == "poly":                         # a_i = root_i^2: never negative; 1/i! makes phi(x).phi(y) the start of exp(x.y)
         block["memory.a_root"] = (cfg.degree + 1,), np.array([math.factorial(i) ** -0.5 for i in range(cfg.degree + 1)])
@@ -272,7 +272,7 @@ def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor,
   if cfg.features == "exp":
     scale = (INIT.scale_bound * p["memory"]["scale"].sigmoid()).reshape(H, 1, 1)
     q, k, eta = q * scale.sqrt(), k * scale.sqrt(), eta * (-scale.squeeze(-1)).exp()
-    if not cfg.anchors: weights |= {n: Tensor.zeros(H, 0, size, device=x.device) for n, size in (("anchor_k", cfg.key_dim), ("anchor_u", cfg.value_dim))}
+    weights = {n: Tensor.zeros(*shape, device=x.device) for n, shape in memory_shapes(cfg).items() if 0 in shape} | weights
   y, memory = kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state)   # (B,H,T,value_dim)
 
   y = rms_norm(y, p["out_norm"]).transpose(1, 2).reshape(B, T, -1) * linear(x, p["out_gate"]).silu()
