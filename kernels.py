@@ -1,7 +1,7 @@
 """The memory recurrence of ATLAS: one small network per head whose weights change while the sequence is read.
 
 Read downwards: features, the memory and its gradient, Newton-Schulz; the stock form (the coefficients of a chunk, the sequential pass
-over chunks, the outputs: `by_ops`); matrices inside a kernel, and the same recurrence in one (`fused`); and `memory`, which takes
+over chunks, the outputs: `by_ops`); the first layer kept by its tokens (`expanded`); matrices inside a kernel, and the same recurrence in one (`fused`); and `memory`, which takes
 one of the two.  Equation numbers are those of arXiv 2505.23735.
 
 For token t, with M' the memory just before the first token of t's chunk (`base`):
@@ -327,7 +327,8 @@ def _traced(fxn:Callable, *args:Tensor) -> Callable:
   """fxn as a call inside a _body, scheduled and compiled once however often it is called.  Its results lie in scratch of that body, where those of a
   precompiled `function` would all be held to the end."""
   body = _body(fxn, *args)
-  sink = transform_precompiled_call(body.call(*[x.uop.empty_like() for x in args], precompile=True)).src[0].src[1].src[0]
+  whole = cast(UOp, transform_precompiled_call(body.call(*[x.uop.empty_like() for x in args], precompile=True)))
+  sink = whole.src[0].src[1].src[0]                      # of the first result, (buffer after (call of (sink, ...)))
   def call(*args):
     room = [Tensor.invalids(*u.shape, dtype=u.dtype, device=args[0].device) for u in body.src]
     done = sink.call(*[x.uop for x in (*args, *room)], name=fxn.__name__)
@@ -338,36 +339,40 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
   """expansion_step over all N chunks, axis 2 of the streams; kept: what it takes that is the same for all; second: M1 and S1.
   Returns y (B,H,N,b,value_dim), the gradients U (B,H,N*E,o), and second where every chunk starts (B,H,N,.,.) and at the end.
 
-  Each step reads the gradients of all before it.  Reverse mode would keep a copy for every chunk, and memory would grow with the square of the stream:
-  this gradient keeps the last one only, where items that were not there yet have weight 0.  It walks the chunks backwards, each step run anew, and adds
-  to sums.  Arguments and results are one row of numbers each, as a gradient comes only for results that are used."""
+  Each step reads the gradients of all before it.  Reverse mode would keep a copy for every chunk, and memory would grow with the square of the
+  stream: this gradient keeps the last one only, where items that were not there yet have weight 0.  It walks the chunks backwards, each step run anew,
+  and adds to sums.  Arguments and results are one row of numbers each, as a gradient comes only for results that are used."""
   B, H, N, E, _ = cast(tuple[int, ...], streams["k"].shape)
   o, b = cast(int, kept["M"].shape[-1]), streams["q"].shape[3]
   kept = kept | {"U": Tensor.zeros(B, H, N * E, o, buffer=False)}
   names, many, carried = [*kept, *second], len(kept), len(second)
   shapes = [z.shape[3:] for z in streams.values()]
-  before = [*[z.shape[2:] for z in (*kept.values(), *second.values())], (N, sum(map(math.prod, shapes))), (1,)]
-  after = [(N, b, streams["v"].shape[-1]), (N * E, o), *[(N, *z.shape[2:]) for z in second.values()], *[z.shape[2:] for z in second.values()]]
+  before = [*[z.shape[2:] for z in (*kept.values(), *second.values())], (N, sum(map(math.prod, shapes))), (1,)]     # the last: a chunk's number, 0
+  ends = [z.shape[2:] for z in second.values()]
+  after = [(N, b, streams["v"].shape[-1]), (N * E, o), *[(N, *shape) for shape in ends], *ends]
   def whole(row, shapes): return [z.contiguous() for z in _unpack(row, shapes, lambda n: False)]
   def own(z, n): return (Tensor.arange(N) == n.cast(dtypes.int32)).reshape(B, H, N, *[1] * (z.ndim - 3)).where(z, 0)
   def chunk_of(z, n): return own(z, n).sum(2).contiguous()
   def step(x, chunk, n): return expansion_step(cfg, dict(zip(names, x)) | dict(zip(streams, _unpack(chunk, shapes))) | {"n": n.squeeze(-1)})
   def stored(*x): return tuple(z.contiguous() for z in x)
-  def chunk_forward(*x):
-    *x, chunks, n = x
+  def chunk_forward(*args):
+    *x, chunks, n = args
     out = step(x, chunk_of(chunks, n), n)
     U = x[many - 1].reshape(B, H, N, E, o) + own(out["u"].unsqueeze(2), n)
     return stored(out["y"], U.flatten(2, 3), *[out[z] for z in second], n + 1)
   def forward(row):
     *x, chunks, n = whole(row, before)
-    call, ys, starts = _traced(chunk_forward, *x, chunks, n), [], []
+    call = _traced(chunk_forward, *x, chunks, n)
+    ys:list[Tensor] = []
+    starts:list[list[Tensor]] = []
     for _ in range(N):
       starts.append(x[many:])
       y, U, *rest, n = call(*x, chunks, n)
       ys, x = [*ys, y], [*x[:many - 1], U, *rest]
     return _pack([Tensor.stack(*ys, dim=2), *x[many - 1:many], *[Tensor.stack(*z, dim=2) for z in zip(*starts)], *x[many:]], 2).contiguous()
-  def chunk_backward(*x):
-    fixed, starts, (chunks, dy), dstarts, dends, sums, n = *[x[m:m + s] for m, s in zip(places, sizes)], x[-1]
+  def chunk_backward(*args):
+    fixed, starts, (chunks, dy), dstarts, dends, sums = [args[m:m + s] for m, s in zip(places, sizes)]
+    n = args[-1]
     x = [*fixed, *[chunk_of(z, n) for z in starts], chunk_of(chunks, n)]
     out, given = step(x[:-1], x[-1], n), [chunk_of(dy, n), chunk_of(sums[-1].reshape(B, H, N, E, o), n), *dends]
     found = sum(((out[z] * g).sum() for z, g in zip(("y", "u", *second), given)), Tensor(0.0)).gradient(*x)
@@ -377,7 +382,8 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
   places = [0, *itertools.accumulate(sizes)]
   def gradient(row, result, grad, zeros):
     x, (_, U, *rest), (dy, dU, *drest) = whole(row, before), whole(result, after), whole(grad, after)
-    fixed, dends, sums, found = [*x[:many - 1], U], drest[carried:], [*whole(zeros, before)[:many - 1], dU], []
+    fixed, dends, sums = [*x[:many - 1], U], drest[carried:], [*whole(zeros, before)[:many - 1], dU]
+    found:list[Tensor] = []
     same, n = [*fixed, *rest[:carried], x[-2], dy, *drest[:carried]], (x[-1] + (N - 1)).contiguous()
     call = _traced(chunk_backward, *same, *dends, *sums, n)
     for _ in range(N):
@@ -404,12 +410,14 @@ def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
   alphas, C, P = coefficients(cfg, E, 1, *map(chunked, (alpha, theta, eta, gamma)))
   keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous() for z in (k, v)]
   last, lastP = C[..., -1, :], P[..., -1, :]
-  def table(gate): return (Tensor.arange(N + 1) == 0).float().reshape(1, 1, 1, N + 1).expand(*gate.shape[:2], 1, N + 1).cat(decay(gate), dim=2).contiguous()
+  def table(gate):                                       # what is left at every chunk's start, and at the end, of the call's start and of every chunk
+    return (Tensor.arange(N + 1) == 0).float().reshape(1, 1, 1, N + 1).expand(*gate.shape[:2], 1, N + 1).cat(decay(gate), dim=2).contiguous()
   tables = {"mm": table(alphas[..., -1])}
   if skip:
     tables["ss"] = table(lastP[..., 0])
     tables["ms"] = (tables["mm"][..., 1:] * -last[..., 0].unsqueeze(-2)).contiguous() @ tables["ss"][..., :-1, :]
-  kept = {"keys": old.cat(keys.flatten(2, 3), dim=2), "lastC": last[..., skip:], "M": M["u"]} | ({"lastP": lastP[..., 1:], "S": S["u"]} if skip else {})
+  kept = {"keys": old.cat(keys.flatten(2, 3), dim=2), "lastC": last[..., skip:], "M": M["u"]}
+  if skip: kept |= {"lastP": lastP[..., 1:], "S": S["u"]}
   if not starts: kept |= {"base": base["u"]} | ({"base1": base["W1"]} if "W1" in base else {})
   second = {f"{n}1": part["W1"] for n, part in (("M", M), ("S", S)) if "W1" in part}
   streams = {"k": keys, "v": values, "q": chunked(q), "a": alphas, "C": C, "P": lastP} | {n: z[..., :-1, :] for n, z in tables.items()}
@@ -1123,7 +1131,7 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
     here = Tensor.arange(capacity).reshape(capacity, 1)
     new = k.pad((None, None, (place, capacity - place - T), None)) if isinstance(place, int) else (here == place).where(k, 0)
     after["keys"] = old.pad((*[None] * (old.ndim - 2), (0, capacity - old.shape[-2]), None)) + new
-    if known is None: y = (place < capacity).where(y, math.nan)
+    if known is None: y = (P + position < capacity).where(y, math.nan)
   else: y, base, M, S = (fused if takes_fused(cfg, q) else by_ops)(cfg, weights.get("a"), base, M, S, *inputs, size, every)
   y = y[:, :, front:front + T]
   if known is None and T > 1: y = (position % b == 0).where(y, math.nan)
