@@ -4,7 +4,8 @@ Glossary                 shape                    paper    meaning
   B, T, V                                                  batch, tokens, vocabulary
   q, k                   (B,H,T,key_dim)          q, k     query and key, unit vectors, one per head and token
   v, y                   (B,H,T,value_dim)        v, y     value to be stored, output of the memory
-  phi                    key_dim -> D             phi      features: identity, or all monomials up to `degree`
+  phi                    key_dim -> D             phi      features: identity, all monomials up to `degree`, or exp: without end,
+                                                           phi*(x).phi*(y) = exp(x.y); a layer on it is kept by its tokens (kernels.expanded)
   M                      (B,H,out,in) per matrix  M        the memory, a small network; M_0 is learned, one per head
   S                      as M                     S        momentum of the memory's gradient
   alpha, theta, eta      (B,H,T)                  alpha .. forget gate, momentum gate, memory step (its learning rate)
@@ -25,9 +26,9 @@ import kernels
 
 # *** settings ***
 
-CHOICES = {"mixer": ("memory", "attention", "mag", "mal", "mac"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly"),
+CHOICES = {"mixer": ("memory", "attention", "mag", "mal", "mac"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly", "exp"),
            "loss": ("l2", "dot"), "optimizer": ("gd", "muon"), "backend": ("auto", "ops", "fused")}
-LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0, "persist": 0}                                  # every other whole number is at least 1
+LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0, "persist": 0, "anchors": 0}                    # every other whole number is at least 1
 
 @dataclass(frozen=True)
 class Config:
@@ -41,8 +42,9 @@ class Config:
   mixer: str = "memory"       # token mixer: memory | attention (softmax) | both: mag (gated), mal (in layers), mac (memory as context)
   memory: str = "mlp"         # architecture: linear | mlp (two layers, gelu) | gated (three matrices)
   expand: int = 4             # hidden size of the memory, in units of value_dim
-  features: str = "identity"  # phi: identity | poly
+  features: str = "identity"  # phi: identity | poly | exp (as long as the stream, like a key-value cache)
   degree: int = 2             # highest degree of poly
+  anchors: int = 16           # exp: learned pairs of key and coefficient that stand for the first layer's initial value
   loss: str = "l2"            # attentional bias: l2 (delta rule) | dot (Hebbian)
   window: int = 1             # c: tokens in each step's loss
   forget: bool = False        # forget gate alpha (else 1)
@@ -71,6 +73,14 @@ class Config:
     if self.mixer == "mac" and not self.attn_window: raise ValueError("attn_window=0 leaves mac without segments: take 64, for example")
     if self.mixer == "attention": return
     kernels.feature_size(self.key_dim, self.features, self.degree)
+    if self.features == "exp":
+      if self.memory == "gated": raise ValueError("memory=gated has two first layers to expand, and features=exp keeps one: take mlp or linear")
+      if self.optimizer == "muon":
+        raise ValueError("optimizer=muon has no matrix to orthogonalise with features=exp, whose expansion is as long as the stream: take gd")
+      if self.backend == "fused":
+        raise ValueError("backend=fused keeps matrices, and the expansion of features=exp grows with the stream: take ops or auto")
+      if self.memory == "mlp" and not self.anchors:
+        raise ValueError("anchors=0 leaves the first layer of memory=mlp at 0 with features=exp: take 1 or more, or memory=linear")
     if self.optimizer == "muon" and self.chunk % self.muon_every:
       divisors = ", ".join(str(n) for n in range(1, self.chunk + 1) if self.chunk % n == 0)
       raise ValueError(f"muon_every={self.muon_every} does not divide chunk={self.chunk}: take one of {divisors}")
@@ -92,6 +102,9 @@ PRESETS: dict[str, dict] = {
   "ttt":              dict(),
   "titans":           dict(                                               forget=True, momentum=True),
   "dla":              dict(                 features="poly",  loss="dot", forget=True),
+  "deep_transformer": dict(                 features="exp",   loss="dot"),
+  "swdt":             dict(                 features="exp",   loss="dot", window=4),
+  "dot":              dict(                 features="exp",               window=4),
   "swla":             dict(memory="linear",                   loss="dot", **_OMEGA),
   "omeganet":         dict(                                               **_OMEGA),
   "atlas":            dict(                                               **_OMEGA, momentum=True, optimizer="muon"),
@@ -138,19 +151,28 @@ class Init:
                               # |phi|^2 |W1|^2 + |h|^2, starts near 4 and stays below 10
   eta_dot: float = 0.5        # the Hebbian rule has no fixed point.  linear: over chunk, and it grows with the stream at most linearly.  mlp, gated:
                               # times 1 - alpha, as each matrix grows in proportion to the other, by at most 2 eta a token, and forgetting must
-                              # outrun it; without forgetting over chunk, and nothing bounds the growth
+                              # outrun it; without forgetting over chunk + position, where constant steps would let both grow exponentially and
+                              # these let them grow as a power of the position
+  # features=exp: keys and queries have the squared length scale_bound * sigmoid(scale), and eta is divided by exp of it, the kernel's largest value
+  scale: float = 1.0          # at the start: a kernel between 1/e and e, which tells keys apart and is nearly linear still
+  scale_bound: float = 4.0    # a kernel between exp(-4) and exp(4): as sharp as attention, and far from float32's end
   eta_muon: float = 0.1       # Newton-Schulz steps have singular values near 1 whatever the gradient, as M_0's largest
 INIT = Init()
 
-def eta_bound(cfg:Config, alpha:Tensor) -> Tensor|float:
-  """The largest memory step a token may take, of which the gate eta picks a part; alpha (B,H,T)."""
+def eta_bound(cfg:Config, alpha:Tensor, position:Tensor|int=0) -> Tensor|float:
+  """The largest memory step a token may take, of which the gate eta picks a part; alpha (B,H,T), its first token's position."""
   if cfg.optimizer == "muon": return INIT.eta_muon
   if cfg.loss == "l2": return INIT.eta_l2 / cfg.chunk
-  return INIT.eta_dot / cfg.chunk if cfg.memory == "linear" or not cfg.forget else INIT.eta_dot * (1 - alpha)
+  if cfg.memory == "linear": return INIT.eta_dot / cfg.chunk
+  return INIT.eta_dot * (1 - alpha) if cfg.forget else INIT.eta_dot / (cfg.chunk + position + Tensor.arange(alpha.shape[2]))
 
 def memory_shapes(cfg:Config) -> dict[str, tuple[int, int, int]]:
-  """The matrices of one block's memory, (heads, out, in)."""
+  """The matrices of one block's memory, (heads, out, in); exp: with anchors (heads, number, size) in place of the first layer."""
   D, hidden = kernels.feature_size(cfg.key_dim, cfg.features, cfg.degree), cfg.expand * cfg.value_dim
+  if cfg.features == "exp":
+    out = cfg.value_dim if cfg.memory == "linear" else hidden
+    shapes = {"anchor_k": (cfg.heads, cfg.anchors, D), "anchor_u": (cfg.heads, cfg.anchors, out)}
+    return shapes | ({"W1": (cfg.heads, cfg.value_dim, hidden)} if cfg.memory == "mlp" else {})
   if cfg.memory == "linear": return {"W": (cfg.heads, cfg.value_dim, D)}
   shapes = {"W1": (cfg.heads, cfg.value_dim, hidden), "W2": (cfg.heads, hidden, D)}
   return shapes | {"W3": shapes["W2"]} if cfg.memory == "gated" else shapes
@@ -179,7 +201,8 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
       bias = [math.log(start[g] / (1 - start[g])) for g, n in gate_sizes(cfg).items() for _ in range(n)]
       block |= {"gates": ((len(bias), cfg.dim), INIT.weight), "gate_bias": ((len(bias),), np.array(bias)),
                 "out_norm": ones(dv), "out_gate": dense(H * dv, cfg.dim)}
-      block |= {f"memory.{n}": (shape, shape[-1] ** -0.5) for n, shape in memory_shapes(cfg).items()}
+      block |= {f"memory.{n}": (shape, shape[1 if n == "anchor_u" else 2] ** -0.5) for n, shape in memory_shapes(cfg).items() if 0 not in shape}
+      if cfg.features == "exp": block["memory.scale"] = (H,), np.array([math.log(INIT.scale / (INIT.scale_bound - INIT.scale))])
       if cfg.features == "poly":                         # a_i = root_i^2: never negative; 1/i! makes phi(x).phi(y) the start of exp(x.y)
         block["memory.a_root"] = (cfg.degree + 1,), np.array([math.factorial(i) ** -0.5 for i in range(cfg.degree + 1)])
     if cfg.mixer in ("mag", "mal", "mac"):
@@ -250,7 +273,13 @@ def causal_conv(x:Tensor, w:Tensor, tail:Tensor|None) -> tuple[Tensor, Tensor]:
 
 def memory_weights(p:dict, cfg:Config) -> dict[str, Tensor]:
   """M_0 and what belongs to it, as kernels.memory takes them."""
-  return {n: w for n, w in p["memory"].items() if n != "a_root"} | ({"a": p["memory"]["a_root"].square()} if cfg.features == "poly" else {})
+  weights = {n: w for n, w in p["memory"].items() if n not in ("a_root", "scale")}
+  if cfg.features == "poly": weights["a"] = p["memory"]["a_root"].square()
+  return {n: Tensor.zeros(*shape) for n, shape in memory_shapes(cfg).items() if 0 in shape} | weights
+
+def squared_length(p:dict, cfg:Config) -> Tensor:
+  """exp: of a head's keys and queries, (H,1,1)."""
+  return (INIT.scale_bound * p["memory"]["scale"].sigmoid()).reshape(cfg.heads, 1, 1)
 
 def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=None) -> tuple[Tensor, dict, Tensor]:
   """The memory behind its projections (method: Titans' block).  x (B,T,dim), normalised -> heads side by side (B,T,H*value_dim), state, eta."""
@@ -266,10 +295,13 @@ def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=N
   gate = dict(zip(gate_sizes(cfg), gates.split(list(gate_sizes(cfg).values()), dim=1)))
   one = Tensor.ones(B, H, T)
   alpha, theta = gate.get("alpha", one), gate.get("theta", one)
-  eta = gate["eta"] * eta_bound(cfg, alpha)
+  eta = gate["eta"] * eta_bound(cfg, alpha, 0 if state is None else state["position"])
   gamma = gate["gamma"].reshape(B, H, cfg.window, T).transpose(2, 3) / cfg.window                                # (B,H,T,window)
   # differs from the paper: S averages gradients instead of summing them, because a learned theta near 1 would lift eta's bound without end
   if cfg.momentum: gamma = gamma * (1 - theta).unsqueeze(-1)
+  if cfg.features == "exp":
+    scale = squared_length(p, cfg)
+    q, k, eta = q * scale.sqrt(), k * scale.sqrt(), eta * (-scale.squeeze(-1)).exp()
   y, memory = kernels.memory(cfg, memory_weights(p, cfg), q, k, v, alpha, theta, eta, gamma, state, phase)             # (B,H,T,value_dim)
   y = joined(rms_norm(y, p["out_norm"])) * linear(x, p["out_gate"]).silu()
   return y, after | {n: s for n, s in memory.items() if n != "position"}, eta.mean()
@@ -392,8 +424,10 @@ def segment(p:dict, cfg:Config, read:Tensor, q:Tensor, of_x:list[Tensor], place:
   -> y (B,n,dim), the attention's output; m (B,n,H*value_dim), what the memory makes of it; eta; and for the next tokens the memory now, that of
   the segment's start, and the segment's keys and values so far (attn_window places)."""
   near, w, (_, H, n, d) = p["attention"], cfg.attn_window, cast(tuple[int, ...], q.shape)
-  now = {name: z for name, z in memory.items() if name.startswith("M.")}
-  if isinstance(place, Tensor): start = {name: (place == 0).where(now[name], z) for name, z in start.items()}
+  now = {name: z for name, z in memory.items() if name.startswith("M.") or name == "keys"}
+  if isinstance(place, Tensor):
+    longer = {name: z.pad(tuple((0, a - b) for a, b in zip(now[name].shape, z.shape))) for name, z in start.items()}           # exp may have grown
+    start = {name: (place == 0).where(now[name], z) for name, z in longer.items()}
   elif place == 0: start = now
   h = linear(joined(rms_norm(kernels.recall(cfg, memory_weights(p, cfg), start, read), near["read_norm"])), near["read_out"])
   of_h = [heads_of(cfg, z) for z in linear(h, near["qkv"][H * d:].contiguous()).split([H * d, H * cfg.value_dim], dim=-1)]
@@ -427,7 +461,9 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, di
     memory, start, cache = {n: z.contiguous() for n, z in begin.items() if n != "position"}, {}, {}
   else: memory, start, cache = [{n: z for n, z in cast(dict, part(state, name)).items() if n != "position"} for name in HELD]
   known = kernels.read_position({"position": position})  # None only while a jit is captured
-  queries = [unit(heads_of(cfg, linear(x, p["attention"]["read_q"]).silu())), *split_heads(cfg, linear(x, p["attention"]["qkv"]).contiguous())]
+  read_q = unit(heads_of(cfg, linear(x, p["attention"]["read_q"]).silu()))
+  if cfg.features == "exp": read_q = read_q * squared_length(p, cfg).sqrt()
+  queries = [read_q, *split_heads(cfg, linear(x, p["attention"]["qkv"]).contiguous())]
   done, outs = 0, cast(list[list], [])
   while done < T:
     place = position % w if T == 1 and state is not None else ((known or 0) + done) % w       # one token may go anywhere in its segment
@@ -471,8 +507,10 @@ def forward(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None
 
 def room(cfg:Config, state:dict[str, Tensor]) -> int|None:
   """How many tokens in all the state has place for before a jitted step must be captured again; None: no end."""
-  if cfg.attn_window or cfg.mixer == "memory": return None
-  return cast(int, state["0.k" if cfg.mixer == "attention" else "0.attention.k"].shape[2])
+  part, near = ("", "") if cfg.mixer in ("memory", "attention") else ("memory.", "attention.")
+  rooms = [state[f"0.{near}k"].shape[2]] if cfg.mixer in ("attention", "mag", "mal") and not cfg.attn_window else []
+  if cfg.mixer != "attention" and cfg.features == "exp": rooms.append(cast(int, state[f"0.{part}keys"].shape[2]) - cfg.anchors)
+  return cast(int, min(rooms)) if rooms else None
 
 def token_losses(logits:Tensor, targets:Tensor) -> Tensor:
   """Cross-entropy in nats of every target (B,T), 0 where it is -100."""

@@ -1,8 +1,8 @@
 """The memory recurrence of ATLAS: one small network per head whose weights change while the sequence is read.
 
 Read downwards: features, the memory and its gradient, Newton-Schulz; the stock form (the coefficients of a chunk, the sequential pass
-over chunks, the outputs: `by_ops`); matrices inside a kernel, and the same recurrence in one (`fused`); and `memory`, which takes
-one of the two.  Equation numbers are those of arXiv 2505.23735.
+over chunks, the outputs: `by_ops`); the first layer kept by its tokens (`expanded`); matrices inside a kernel, and the same recurrence in
+one (`fused`); and `memory`, which takes one of them.  Equation numbers are those of arXiv 2505.23735.
 
 For token t, with M' the memory just before the first token of t's chunk (`base`):
 
@@ -29,6 +29,7 @@ from tinygrad.engine.jit import JitError
 from tinygrad.function import function
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
+from tinygrad.tensor import transform_precompiled_call
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 # tinygrad's CPU device calls clang; the `cpu` extra puts one beside this Python, a folder that PATH holds only in an activated environment
@@ -42,7 +43,7 @@ MAX_FEATURES = 65_536
 
 def feature_size(d:int, features:str, degree:int) -> int:
   """D, the length of phi(x) for x of size d.  ValueError when it exceeds MAX_FEATURES."""
-  if features == "identity": return d
+  if features != "poly": return d                        # exp lifts nothing: its first layer is kept as an expansion
   if (D := math.comb(d + degree, degree)) > MAX_FEATURES:
     raise ValueError(f"degree={degree} with key_dim={d} makes {D:,} features, more than {MAX_FEATURES:,}: lower degree or key_dim")
   return D
@@ -92,13 +93,14 @@ def apply(cfg, read, x:Any, raw:Any) -> Any:
   y = read("W1", h.contiguous())
   return y + raw if raw.shape[-1] == y.shape[-1] else y
 
-def gradients(cfg, W:dict[str, Any], x:Any, k:Any, v:Any) -> dict[str, tuple[Any, Any]]:
+def gradients(cfg, W:dict[str, Any], x:Any, k:Any, v:Any, z:Any=None) -> dict[str, tuple[Any, Any]]:
   """grad loss(M; k, v) at every token, as factors (u, x) with gradient u x^T, per weight matrix.
-  W (B,H,o,i), x = phi(k) (B,H,E,D), k (B,H,E,d), v (B,H,E,value_dim) -> u (B,H,E,o), x (B,H,E,i)."""
+  W (B,H,o,i), x = phi(k) (B,H,E,D), k (B,H,E,d), v (B,H,E,value_dim) -> u (B,H,E,o), x (B,H,E,i).
+  z (B,H,E,o): what the first layer gives, where it is no matrix (features=exp) and x is None."""
   def error(y): return y - v if cfg.loss == "l2" else -v
-  if cfg.memory == "linear": return {"W": (error(x @ W["W"].transpose(-1, -2)).contiguous(), x)}
-  z = (x @ W["W2"].transpose(-1, -2)).contiguous()
-  act, slope = _gelu(z)
+  if z is None: z = x @ W["W" if cfg.memory == "linear" else "W2"].transpose(-1, -2)
+  if cfg.memory == "linear": return {"W": (error(z).contiguous(), x)}
+  act, slope = _gelu(z := z.contiguous())
   gate = (x @ W["W3"].transpose(-1, -2)).contiguous() if cfg.memory == "gated" else None
   h = (act if gate is None else act * gate).contiguous()
   y = h @ W["W1"].transpose(-1, -2)
@@ -269,6 +271,174 @@ def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:
   queries = chunked(q).contiguous()
   y = outputs(cfg, M_starts, S_starts, kept, x, phi(cfg, queries, a).contiguous(), queries, alphas, C)
   return y.flatten(2, 3), base, M, S
+
+# *** features exp: the first layer as an expansion over the tokens ***
+
+def _stored(x:Tensor) -> Tensor: return x.contiguous().contiguous_backward()
+
+def _expansion(z:dict) -> dict:
+  """The coefficients (B,H,L+N*E,o) of the first layer of M, and of S, where a chunk starts: of the past's L keys, then of the call's gradients U.
+  mm, ms, ss (B,H,N+1): how much of M, and of S, is left there in M, and of S in S, of the call's start and of every chunk."""
+  def items(past, weights): return _stored(past.cat(weights.flatten(-2).unsqueeze(-1) * z["U"], dim=2))
+  def left(name): return _scalar(z[name][..., 0]), z[name][..., 1:].unsqueeze(-1)
+  old, new = left("mm")
+  if "S" not in z: return {"M": items(old * z["M"], -new * z["lastC"])}
+  (of_s, new_s), (old_s, own_s) = left("ms"), left("ss")
+  return {"M": items(old * z["M"] + of_s * z["S"], new_s * z["lastP"] - new * z["lastC"]), "S": items(old_s * z["S"], own_s * z["lastP"])}
+
+def expansion_step(cfg, z:dict) -> dict:
+  """One chunk: its outputs y (B,H,b,value_dim), the gradients u (B,H,E,o) of its tokens, which are new items of the expansion, and for mlp M1 and S1,
+  the second layer after it.  z: the chunk's k, v, q, a, C, P, mm, ms, ss and n, its number; the keys of the past and of the call (B,H,L+N*E,d); the
+  past's coefficients M, S and base (B,H,L,o); lastC, lastP (B,H,N,E); U (B,H,N*E,o), the gradients of the chunks before, zeros behind."""
+  skip, E, coefs, base1 = int(cfg.momentum), z["k"].shape[2], _expansion(z), z.get("M1")
+  coefs["base"] = coefs["M"]
+  if "base" in z:                                        # the call starts inside a chunk
+    is_first = _scalar(z["n"] == 0)
+    coefs["base"] = is_first.where(z["base"].pad((None, None, (0, z["U"].shape[2]), None)), coefs["M"]).contiguous()
+    if base1 is not None: base1 = is_first.where(z["base1"], base1).contiguous()
+  def kernel(x, keys): return (x @ keys.transpose(-1, -2)).contiguous_backward().exp().contiguous()
+  near = kernel(z["k"].cat(z["q"], dim=2).contiguous(), z["keys"])
+  factors = gradients(cfg, {"W1": base1}, None, z["k"], z["v"], _stored(near[:, :, :E].contiguous_backward() @ coefs["base"]))
+  u, (e, h) = factors["W" if cfg.memory == "linear" else "W2"][0], factors.get("W1", (None, None))
+  a, C, C0 = z["a"].unsqueeze(-1), z["C"][..., skip:], z["C"][..., :1]
+  def read(name, x):
+    second = name == "W1"
+    def old(part): return (x @ z[part + "1"].transpose(-1, -2) if second else near[:, :, E:].contiguous_backward() @ coefs[part]).contiguous()
+    y = a * old("M") - _stored(C * (x @ h.transpose(-1, -2) if second else kernel(z["q"], z["k"]))) @ (e if second else u)
+    return (y - C0 * old("S") if skip else y).contiguous_backward()
+  out = {"y": apply(cfg, read, None, z["q"]), "u": u}
+  def sums(w): return e.transpose(-1, -2) @ _stored(w.unsqueeze(-1) * h)
+  if e is not None: out["M1"] = a[..., -1:, :] * z["M1"] - sums(C[..., -1, :])
+  if e is not None and skip:
+    out["M1"] = out["M1"] - _scalar(C0[..., -1, 0]) * z["S1"]
+    out["S1"] = _scalar(z["P"][..., 0]) * z["S1"] + sums(z["P"][..., 1:])
+  return out
+
+def _body(fxn:Callable, *args:Tensor) -> UOp:
+  """The graph of fxn over parameters, as tinygrad's `function` makes it, whose time grows with the square of the graph where it holds scratch."""
+  inputs = [x.uop.empty_like() for x in args]
+  out = fxn(*map(Tensor, inputs))
+  body = UOp.maketuple(*[x.uop for x in (out if isinstance(out, tuple) else (out,))])
+  scratch = [u for u in body.toposort(enter_calls=False) if u.op is Ops.BUFFER and u not in inputs]
+  numbered = {u: u.replace(arg=replace(u.arg, slot=n)) for n, u in enumerate(scratch)}
+  return body.substitute(numbered | {u: u.param_like(n) for n, u in enumerate(inputs)})
+
+def _traced(fxn:Callable, *args:Tensor) -> Callable:
+  """fxn as a call inside a _body, scheduled and compiled once however often it is called.  Its results lie in scratch of that body, where those of a
+  precompiled `function` would all be held to the end."""
+  body = _body(fxn, *args)
+  whole = cast(UOp, transform_precompiled_call(body.call(*[x.uop.empty_like() for x in args], precompile=True)))
+  sink = whole.src[0].src[1].src[0]                      # of the first result, (buffer after (call of (sink, ...)))
+  def call(*args):
+    room = [Tensor.invalids(*u.shape, dtype=u.dtype, device=args[0].device) for u in body.src]
+    done = sink.call(*[x.uop for x in (*args, *room)], name=fxn.__name__)
+    return [Tensor(x.uop.after(done)) for x in room]
+  return call
+
+def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, Tensor, list, list]:
+  """expansion_step over all N chunks, axis 2 of the streams; kept: what it takes that is the same for all; second: M1 and S1.
+  Returns y (B,H,N,b,value_dim), the gradients U (B,H,N*E,o), and second where every chunk starts (B,H,N,.,.) and at the end.
+
+  Each step reads the gradients of all before it.  Reverse mode would keep a copy for every chunk, and memory would grow with the square of the
+  stream: this gradient keeps the last one only, where items that were not there yet weigh 0.  It walks the chunks backwards, running each step anew,
+  and adds to sums.  Arguments and results are one row of numbers each, as a gradient comes only for results that are used."""
+  B, H, N, E, _ = cast(tuple[int, ...], streams["k"].shape)
+  o, b = cast(int, kept["M"].shape[-1]), streams["q"].shape[3]
+  kept = kept | {"U": Tensor.zeros(B, H, N * E, o, buffer=False)}
+  names, many, carried = [*kept, *second], len(kept), len(second)
+  shapes = [z.shape[3:] for z in streams.values()]
+  before = [*[z.shape[2:] for z in (*kept.values(), *second.values())], (N, sum(map(math.prod, shapes))), (1,)]     # the last: a chunk's number, 0
+  ends = [z.shape[2:] for z in second.values()]
+  after = [(N, b, streams["v"].shape[-1]), (N * E, o), *[(N, *shape) for shape in ends], *ends]
+  def whole(row, shapes): return [z.contiguous() for z in _unpack(row, shapes, lambda n: False)]
+  def own(z, n): return (Tensor.arange(N) == n.cast(dtypes.int32)).reshape(B, H, N, *[1] * (z.ndim - 3)).where(z, 0)
+  def chunk_of(z, n): return own(z, n).sum(2).contiguous()
+  def step(x, chunk, n): return expansion_step(cfg, dict(zip(names, x)) | dict(zip(streams, _unpack(chunk, shapes))) | {"n": n.squeeze(-1)})
+  def stored(*x): return tuple(z.contiguous() for z in x)
+  def chunk_forward(*args):
+    *x, chunks, n = args
+    out = step(x, chunk_of(chunks, n), n)
+    U = x[many - 1].reshape(B, H, N, E, o) + own(out["u"].unsqueeze(2), n)
+    return stored(out["y"], U.flatten(2, 3), *[out[z] for z in second], n + 1)
+  def forward(row):
+    *x, chunks, n = whole(row, before)
+    call = _traced(chunk_forward, *x, chunks, n)
+    ys:list[Tensor] = []
+    starts:list[list[Tensor]] = []
+    for _ in range(N):
+      starts.append(x[many:])
+      y, U, *rest, n = call(*x, chunks, n)
+      ys, x = [*ys, y], [*x[:many - 1], U, *rest]
+    return _pack([Tensor.stack(*ys, dim=2), *x[many - 1:many], *[Tensor.stack(*z, dim=2) for z in zip(*starts)], *x[many:]], 2).contiguous()
+  def chunk_backward(*args):
+    fixed, starts, (chunks, dy), dstarts, dends, sums = [args[m:m + s] for m, s in zip(places, sizes)]
+    n = args[-1]
+    x = [*fixed, *[chunk_of(z, n) for z in starts], chunk_of(chunks, n)]
+    out, given = step(x[:-1], x[-1], n), [chunk_of(dy, n), chunk_of(sums[-1].reshape(B, H, N, E, o), n), *dends]
+    found = sum(((out[z] * g).sum() for z, g in zip(("y", "u", *second), given)), Tensor(0.0)).gradient(*x)
+    begun = [g + chunk_of(dz, n) for g, dz in zip(found[many:], dstarts)]
+    return stored(*[z + g for z, g in zip(sums, found)], *begun, found[-1], n - 1)
+  sizes = (many, carried, 2, carried, carried, many)
+  places = [0, *itertools.accumulate(sizes)]
+  def gradient(row, result, grad, zeros):
+    x, (_, U, *rest), (dy, dU, *drest) = whole(row, before), whole(result, after), whole(grad, after)
+    fixed, dends, sums = [*x[:many - 1], U], drest[carried:], [*whole(zeros, before)[:many - 1], dU]
+    found:list[Tensor] = []
+    same, n = [*fixed, *rest[:carried], x[-2], dy, *drest[:carried]], (x[-1] + (N - 1)).contiguous()
+    call = _traced(chunk_backward, *same, *dends, *sums, n)
+    for _ in range(N):
+      *sums, dchunk, n = call(*same, *dends, *sums, n)
+      sums, dends, found = sums[:many], sums[many:], [dchunk, *found]
+    return _pack([*sums, *dends, Tensor.stack(*found, dim=2), n], 2).contiguous()
+  def backward(grad, call):
+    args = [row := Tensor(call.src[1]), Tensor(call.gettuple(0)), Tensor(grad), row.zeros_like()]
+    return (_body(gradient, *args).call(*[x.uop for x in args], precompile=True).gettuple(0),)
+  row = _pack([*kept.values(), *second.values(), _pack(streams.values(), 3), Tensor.zeros(B, H, 1, buffer=False)], 2).contiguous()
+  y, U, *rest = _unpack(Tensor(_body(forward, row).call(row.uop, precompile=True, grad_fxn=backward).gettuple(0)), after)
+  return y, U, rest[:carried], rest[carried:]
+
+def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor, b:int,
+             starts:bool, place:Any, capacity:int) -> tuple[Tensor, dict, dict, dict]:
+  """by_ops for features=exp, but that "u" (B,H,L,o) of base, M and S are the coefficients of the keys old (B,H,L,d) in place of the first layer's
+  matrix, and come back for `capacity` keys, the call's first row at `place`.  starts: base is M.
+  Costs an attention over the past and the call's stream per chunk, without softmax; memory grows linearly with the stream."""
+  B, _, T, _ = cast(tuple[int, ...], q.shape)
+  E, N, skip = b + cfg.window - 1, T // b, int(cfg.momentum)
+  old, *parts = [z if z.ndim == 4 else z.unsqueeze(0).expand(B, *z.shape).contiguous() for z in (old, *base.values(), *M.values(), *S.values())]
+  base, M, S = [dict(zip(M, parts[n:n + len(M)])) for n in range(0, 3 * len(M), len(M))]
+  def chunked(z): return z.reshape(*z.shape[:2], N, b, *z.shape[3:])
+  alphas, C, P = coefficients(cfg, E, 1, *map(chunked, (alpha, theta, eta, gamma)))
+  keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous() for z in (k, v)]
+  last, lastP = C[..., -1, :], P[..., -1, :]
+  def table(gate):                                       # what is left at every chunk's start, and at the end, of the call's start and of every chunk
+    return (Tensor.arange(N + 1) == 0).float().reshape(1, 1, 1, N + 1).expand(*gate.shape[:2], 1, N + 1).cat(decay(gate), dim=2).contiguous()
+  tables = {"mm": table(alphas[..., -1])}
+  if skip:
+    tables["ss"] = table(lastP[..., 0])
+    tables["ms"] = (tables["mm"][..., 1:] * -last[..., 0].unsqueeze(-2)).contiguous() @ tables["ss"][..., :-1, :]
+  kept = {"keys": old.cat(keys.flatten(2, 3), dim=2), "lastC": last[..., skip:], "M": M["u"]}
+  if skip: kept |= {"lastP": lastP[..., 1:], "S": S["u"]}
+  if not starts: kept |= {"base": base["u"]} | ({"base1": base["W1"]} if "W1" in base else {})
+  second = {f"{n}1": part["W1"] for n, part in (("M", M), ("S", S)) if "W1" in part}
+  streams = {"k": keys, "v": values, "q": chunked(q), "a": alphas, "C": C, "P": lastP} | {n: z[..., :-1, :] for n, z in tables.items()}
+  y, U, begun, ended = expansion_pass(cfg, kept, second, streams)
+  # one coefficient a token: the gradients that one token's key has in several chunks, as halo and as its own, are added
+  first = place - (E - b)                                # the place of the first row's oldest key
+  def merged(name, row):
+    past, new = _expansion(kept | {"U": U} | {n: z[..., row, :] for n, z in tables.items()})[name].split([old.shape[2], N * E], dim=2)
+    new, reach = new.reshape(*new.shape[:2], N, E, new.shape[3]), -(-E // b) if N > 1 else 1
+    size = b if N > 1 else E
+    blocks = new.pad((None, None, None, (0, reach * size - E), None)).split(size, dim=3)
+    new = sum(z.flatten(2, 3).pad((None, None, (n * size, (reach - 1 - n) * size), None)) for n, z in enumerate(blocks)).contiguous()
+    if not isinstance(place, int):
+      return longer(past) + (Tensor.arange(capacity).reshape(capacity, 1) == first + Tensor.arange(new.shape[2])).where(1.0, 0.0) @ new
+    new = new[:, :, max(-first, 0):capacity - first]
+    return longer(past) + new.pad((None, None, (max(first, 0), capacity - max(first, 0) - new.shape[2]), None))
+  def longer(z): return z.pad((None, None, (0, capacity - z.shape[2]), None))
+  after = {p: {"u": merged(p, N)} | ({"W1": ended[n]} if ended else {}) for n, p in enumerate(("M", "S")[:1 + skip])}
+  if N > 1: base = {"u": merged("M", N - 1)} | ({"W1": begun[0][:, :, -1]} if begun else {})
+  else: base = base | {"u": longer(base["u"])}
+  return y.flatten(2, 3), base, after["M"], after.get("S", {})
 
 # *** matrices inside a kernel ***
 
@@ -900,23 +1070,29 @@ def read_position(state:dict[str, Tensor]) -> int|None:
 def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[str, Tensor]:
   """The state before the first token: M_0, S_0 = 0, position 0.  A flat dict of Tensors: "position" (), "M.*", "S.*" (momentum) and "base.*",
   (H,out,in) here, where the rows of the batch still share them, and (B,H,out,in) after the first call; "k" and "v" (B,H,window-1,.), the keys
-  and values that a window still reaches (window > 1)."""
-  M = {n: w for n, w in weights.items() if n != "a"}
-  first = weights["W" if cfg.memory == "linear" else "W1"]
+  and values that a window still reaches (window > 1).  exp: "keys" (H,L,d), the anchors' and then the tokens', and "*.u" (H,L,out), their
+  coefficients, for the first layer; without anchors one empty place, since no tensor is empty."""
+  M = {n: w for n, w in weights.items() if n not in ("a", "anchor_k", "anchor_u")}
+  first = weights["W1" if "W1" in M else "anchor_u" if cfg.features == "exp" else "W"]
+  H, dv = first.shape[0], first.shape[2 if first is weights.get("anchor_u") else 1]
   def zeros(*shape): return Tensor.zeros(*shape, device=first.device).contiguous()
+  if cfg.features == "exp": M["u"] = weights["anchor_u"] if weights["anchor_u"].shape[1] else zeros(H, 1, weights["anchor_u"].shape[2])
   state = {"position": Tensor(0, dtype=dtypes.int32, device=first.device), **{f"{p}.{n}": m for p in ("base", "M") for n, m in M.items()}}
   if cfg.momentum: state |= {f"S.{n}": zeros(*m.shape) for n, m in M.items()}
-  if cfg.window > 1: state |= {n: zeros(B, first.shape[0], cfg.window - 1, d) for n, d in (("k", key_dim), ("v", first.shape[1]))}
+  if cfg.features == "exp": state["keys"] = weights["anchor_k"] if weights["anchor_k"].shape[1] else zeros(H, 1, key_dim)
+  if cfg.window > 1: state |= {n: zeros(B, H, cfg.window - 1, d) for n, d in (("k", key_dim), ("v", dv))}
   return state
 
 def recall(cfg, weights:dict[str, Tensor], state:dict[str, Tensor], q:Tensor) -> Tensor:
   """M(phi(q)), with the memory of a state as it is: q (B,H,T,key_dim) -> (B,H,T,value_dim)."""
   M = _part(state, "M")
-  return apply(cfg, lambda name, z: matmul(z.contiguous(), M[name], yt=True), phi(cfg, q, weights.get("a")), q)
+  if cfg.features != "exp": return apply(cfg, lambda name, z: matmul(z.contiguous(), M[name], yt=True), phi(cfg, q, weights.get("a")), q)
+  x = matmul(q, state["keys"], yt=True).exp()
+  return apply(cfg, lambda name, z: matmul(z.contiguous(), M[name], yt=True) if name == "W1" else matmul(z.contiguous(), M["u"]), x, q)
 
 def takes_fused(cfg, x:Tensor) -> bool:
   """auto: on CPUs one kernel is faster than many; on a GPU its loops would run in a single thread a head, and nothing has been measured there."""
-  if not isinstance(x.device, str) or x.dtype != dtypes.float: return False
+  if not isinstance(x.device, str) or x.dtype != dtypes.float or cfg.features == "exp": return False
   return cfg.backend == "fused" or cfg.backend == "auto" and on_cpu(x.device)
 
 def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
@@ -924,15 +1100,17 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   """Reads a stretch of the stream: updates the memory at every token, then reads it (Eq. 9, 10, 15, 16, 32, 33).
 
   q, k (B,H,T,key_dim); v, y (B,H,T,value_dim); alpha, theta, eta (B,H,T), final; gamma (B,H,T,window), gamma[...,j] gates token t-j.
-  weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly.
+  weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly;
+  with exp "anchor_k" (H,P,key_dim) and "anchor_u" (H,P,out), keys and coefficients, in place of the first layer's.
   state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last token; any way of cutting
   a stream into calls gives the same y.  phase: how many tokens of the chunk came before, read from the state unless given.  Under TinyJit, where it
   cannot be read, a call of one token goes anywhere; one of more tokens with a state must start at a chunk's border, or `phase` tokens behind it, and
   gives NaN elsewhere.  cfg.backend: ops, fused (one kernel), or auto, the faster one."""
   (B, _, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
-  known = 0 if state is None or T == 1 else read_position(state) if phase is None else None
-  phase, is_first = (phase or 0) if known is None else known % b, state is None
+  exp, is_first = cfg.features == "exp", state is None
+  known = 0 if state is None or T == 1 and not exp else read_position(state) if phase is None or exp else None
+  phase = 0 if T == 1 else (phase or 0) if known is None else known % b
   if state is None: state = initial_state(cfg, weights, B, d)
   position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
   # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
@@ -951,12 +1129,22 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   if r > 1: eta = ((index + 1) % r == 0).where(eta, 0)
   stream = {n: state[n].cat(z, dim=2) if c > 1 else z for n, z in (("k", k), ("v", v))}
   keys, values = [padded(z) for z in ((k, v) if is_first else stream.values())]
-  recur = fused if takes_fused(cfg, q) else by_ops
-  y, base, M, S = recur(cfg, weights.get("a"), base, M, S, padded(q), keys, values, padded(alpha, 1.0), padded(theta, 1.0), padded(eta),
-                        padded(gamma), size, every)
+  inputs = padded(q), keys, values, padded(alpha, 1.0), padded(theta, 1.0), padded(eta), padded(gamma)
+  after = {}
+  if exp:
+    old, P = state["keys"], cast(int, weights["anchor_u"].shape[1])
+    place, capacity = P + (position if known is None or T == 1 and not is_first else known), cast(int, old.shape[-2])
+    if known is None and T > 1: raise ValueError("features=exp cannot jit a call of several tokens with a state: its expansion grows")
+    if known is not None and P + known + T > capacity: capacity = P + max(64, 2 ** math.ceil(math.log2(2 * (known + T))))
+    y, base, M, S = expanded(cfg, old, base, M, S, *inputs, size, base is M, place - front, capacity)
+    here = Tensor.arange(capacity).reshape(capacity, 1)
+    new = k.pad((None, None, (place, capacity - place - T), None)) if isinstance(place, int) else (here == place).where(k, 0)
+    after["keys"] = old.pad((*[None] * (old.ndim - 2), (0, capacity - old.shape[-2]), None)) + new
+    if known is None: y = (P + position < capacity).where(y, math.nan)
+  else: y, base, M, S = (fused if takes_fused(cfg, q) else by_ops)(cfg, weights.get("a"), base, M, S, *inputs, size, every)
   y = y[:, :, front:front + T]
-  if known is None: y = (position % b == phase).where(y, math.nan)
+  if known is None and T > 1: y = (position % b == phase).where(y, math.nan)
   # clones: a jit must not return what is the caller's, nor what a later call in it may overwrite
-  after = {"position": position + T, **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
+  after |= {"position": position + T, **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
   if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:] for n, z in stream.items()}
   return y, {n: z.clone() for n, z in after.items()}
