@@ -1,8 +1,8 @@
 """The memory recurrence of ATLAS: one small network per head whose weights change while the sequence is read.
 
 Read downwards: features, the memory and its gradient, Newton-Schulz; the stock form (the coefficients of a chunk, the sequential pass
-over chunks, the outputs: `by_ops`); the first layer kept by its tokens (`expanded`); matrices inside a kernel, and the same recurrence in
-one (`fused`); and `memory`, which takes one of them.  Equation numbers are those of arXiv 2505.23735.
+over chunks, the outputs: `by_ops`); a first layer that is kept by its tokens (`expanded`, for features=exp); matrices inside a kernel, and
+the recurrence in one (`fused`); and `memory`, which takes one of the three.  Equation numbers are those of arXiv 2505.23735.
 
 For token t, with M' the memory just before the first token of t's chunk (`base`):
 
@@ -347,7 +347,7 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
   kept = kept | {"U": Tensor.zeros(B, H, N * E, o, buffer=False)}
   names, many, carried = [*kept, *second], len(kept), len(second)
   shapes = [z.shape[3:] for z in streams.values()]
-  before = [*[z.shape[2:] for z in (*kept.values(), *second.values())], (N, sum(map(math.prod, shapes))), (1,)]     # the last: a chunk's number, 0
+  before = [*[z.shape[2:] for z in (*kept.values(), *second.values())], (N, sum(map(math.prod, shapes))), (1,)]     # (1,): a chunk's number
   ends = [z.shape[2:] for z in second.values()]
   after = [(N, b, streams["v"].shape[-1]), (N * E, o), *[(N, *shape) for shape in ends], *ends]
   def whole(row, shapes): return [z.contiguous() for z in _unpack(row, shapes, lambda n: False)]

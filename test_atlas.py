@@ -299,6 +299,14 @@ def test_the_kernels_gradients_are_those_of_the_operations_through_the_state_too
     Tensor.realize(*found[-1])
   for a, b in zip(*found): assert record("one kernel against stock operations", relative(a.numpy(), b.numpy())) < 1e-5
 
+def test_gradients_of_an_expansion_flow_through_its_state():
+  cfg = from_case(EXPANSION_CASES[0])
+  W, x = map(tensors, problem(cfg, T=11, d=2, dv=2))
+  y, state = kernels.memory(cfg, W, **{n: z[:, :, :6] for n, z in x.items()})
+  halves = y.cat(kernels.memory(cfg, W, **{n: z[:, :, 6:] for n, z in x.items()}, state=state)[0], dim=2)
+  found = [z.sin().sum().gradient(*W.values(), *x.values()) for z in (halves, kernels.memory(cfg, W, *x.values())[0])]
+  for a, b in zip(*found): assert relative(a.numpy(), b.numpy()) < 1e-5
+
 def test_the_stock_form_launches_few_kernels_a_chunk():
   """What a GPU pays for a longer sequence: 24 kernels a chunk, forward and backward."""
   cfg, found = rule(memory="mlp", window=3, forget=True, chunk=4, backend="ops"), []
