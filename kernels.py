@@ -340,8 +340,8 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
   Returns y (B,H,N,b,value_dim), the gradients U (B,H,N*E,o), and second where every chunk starts (B,H,N,.,.) and at the end.
 
   Each step reads the gradients of all before it.  Reverse mode would keep a copy for every chunk, and memory would grow with the square of the
-  stream: this gradient keeps the last one only, where items that were not there yet weigh 0.  It walks the chunks backwards, running each step anew,
-  and adds to sums.  Arguments and results are one row of numbers each, as a gradient comes only for results that are used."""
+  stream: this gradient keeps the last one only, where items that were not there yet have weight 0.  It walks the chunks backwards, each step run
+  anew, and adds to sums.  Arguments and results are one row of numbers each, as a gradient comes only for results that are used."""
   B, H, N, E, _ = cast(tuple[int, ...], streams["k"].shape)
   o, b = cast(int, kept["M"].shape[-1]), streams["q"].shape[3]
   kept = kept | {"U": Tensor.zeros(B, H, N * E, o, buffer=False)}
