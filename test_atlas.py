@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import kernels, atlas, data, experiments, train
-from tinygrad import Context, Device, GlobalCounters, Tensor, TinyJit
+from tinygrad import Context, Device, GlobalCounters, Tensor, TinyJit, dtypes
 from tinygrad.device import Buffer
 from tinygrad.nn.state import get_state_dict, safe_load
 
@@ -450,6 +450,91 @@ def test_rotary_scores_depend_on_distance_only():
   q, k = (Tensor(np.random.default_rng(s).normal(size=(1, 1, 1, 6)).astype(np.float32)) for s in (0, 1))
   def score(i, j): return (atlas.rotate(q, cos[i:i + 1], sin[i:i + 1]) * atlas.rotate(k, cos[j:j + 1], sin[j:j + 1])).sum().item()
   assert score(5, 2) == pytest.approx(score(11, 8), abs=1e-5) != pytest.approx(score(5, 4), abs=1e-2)
+
+def turned(x, position):
+  """Rotary positions, one vector."""
+  a, b = np.split(x, 2)
+  angle = position * 10_000.0 ** (-np.arange(0, len(x), 2) / len(x))
+  return np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)])
+
+def attended(q, k, v):
+  """One query over keys and values (L,.)."""
+  weights = np.exp(k @ q * len(q) ** -0.5)
+  return weights @ v / weights.sum()
+
+def test_windowed_attention_is_masked_attention_and_no_tensor_is_tokens_by_tokens():
+  T, w, d = 100, 5, 4
+  cfg = atlas.preset("swa", attn_window=w)
+  q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1, T, d))
+  y, state = atlas.windowed(cfg, [Tensor(z.astype(np.float32)) for z in (q, k, v)], None, None)
+  assert max(u.max_numel() for u in y.uop.toposort() if u._shape is not None) < T * T
+  q, k, v = q[0, 0], k[0, 0], v[0, 0]
+  seen = [slice(max(0, t - w + 1), t + 1) for t in range(T)]
+  right = [attended(turned(q[t], t), np.stack([turned(k[s], s) for s in range(*s.indices(T))]), v[s]) for t, s in enumerate(seen)]
+  assert relative(y.numpy()[0], np.stack(right)) < 1e-5
+  one = [Tensor(z[None, None, :1].astype(np.float32)) for z in (q, k, v)]      # the same far into the stream as behind its first tokens
+  near, far = (atlas.windowed(cfg, one, None, state | {"position": Tensor(n, dtype=dtypes.int32)})[0].numpy() for n in (T, 10_000_000))
+  assert np.array_equal(near, far)
+
+def mac_by_definition(p, cfg, x):
+  """Memory as context for one row x (T,dim), token by token in float64, without convolution: method as in atlas.mac_mixer's docstring."""
+  H, d, w, ys = cfg.heads, cfg.key_dim, cfg.attn_window, list[np.ndarray]()
+  p = {n: z.numpy().astype(np.float64) for n, z in get_state_dict(p).items()}
+  def sigmoid(z): return 1 / (1 + np.exp(-z))
+  def silu(z): return z * sigmoid(z)
+  def unit(z): return z / np.sqrt((z * z).sum(-1, keepdims=True) + 1e-6)
+  def norm(z): return z / np.sqrt((z * z).mean(-1, keepdims=True) + 1e-6)
+  def heads(z): return z.reshape(len(z), H, z.shape[-1] // H)
+  def split(z): return [heads(part) for part in np.split(z, [H * d, 2 * H * d], axis=-1)]
+  weights = [{n: p[f"memory.{n}"][h] for n in ("W1", "W2")} for h in range(H)]
+  def inputs(y, h):
+    """What the memory of head h takes, of all tokens y."""
+    q, k, v = [z[:, h] for z in split(silu(y @ p["qkv"].T))]
+    gates = np.split(sigmoid(y @ p["gates"].T + p["gate_bias"]), [H, H + H * cfg.window, 2 * H + H * cfg.window], axis=-1)
+    eta, gamma, alpha, theta = gates[0][:, h] * atlas.INIT.eta_l2 / cfg.chunk, heads(gates[1])[:, h] / cfg.window, gates[2][:, h], gates[3][:, h]
+    return unit(q), unit(k), v / np.sqrt(1 + (v * v).sum(-1, keepdims=True)), alpha, theta, eta, gamma * (1 - theta)[:, None]
+  def memory_read(h, query, past):
+    """M(query) after the tokens `past`."""
+    if not len(past): return recall(cfg, weights[h], query, query)
+    q, *rest = inputs(past, h)
+    return oracle(cfg, weights[h], np.concatenate([q[:-1], query[None]]), *rest)[-1]
+  for start in range(0, len(x), w):
+    xs, before = x[start:start + w], np.array(ys)
+    queries = unit(heads(silu(xs @ p["attention.read_q"].T)))
+    hs = np.stack([[norm(memory_read(h, query[h], before)) * p["attention.read_norm"] for h in range(H)] for query in queries])
+    hs = hs.reshape(len(xs), -1) @ p["attention.read_out"].T
+    (_, pk, pv), (_, hk, hv), (q, xk, xv) = [split(z @ p["attention.qkv"].T) for z in (p["attention.persist"], hs, xs)]
+    for i in range(len(xs)):
+      y = []
+      for h in range(H):
+        k = np.concatenate([[turned(z[j, h], j) for j in range(i + 1)] for z in (hk, xk)])
+        scores = np.concatenate([pk[:, h] @ q[i, h], k @ turned(q[i, h], i)]) * d ** -0.5
+        y.append(np.exp(scores) @ np.concatenate([pv[:, h], hv[:i + 1, h], xv[:i + 1, h]]) / np.exp(scores).sum())
+      ys.append(norm(p["attention.out"] @ np.concatenate(y)) * p["attention.norm"])
+  stored = np.array(ys)
+  m = np.stack([norm(oracle(cfg, weights[h], *inputs(stored, h))) * p["out_norm"] for h in range(H)], axis=1).reshape(len(x), -1)
+  return stored * ((m * silu(stored @ p["out_gate"].T)) @ p["out"].T)
+
+@pytest.mark.parametrize("persist", [2, 0])
+def test_memory_as_context_is_its_definition(persist):
+  cfg = small("titans_mac", conv=0, chunk=2, window=2, attn_window=3, persist=persist, backend="ops")
+  p, x = atlas.init(cfg, seed=2)["layers"]["0"], np.random.default_rng(0).normal(size=(1, 8, cfg.dim))
+  if not persist: p["attention"]["persist"] = Tensor.zeros(0, cfg.dim)
+  y = atlas.mac_mixer(p, cfg, Tensor(x.astype(np.float32)), None)[0].numpy()
+  assert record("MAC against its definition", relative(y[0], mac_by_definition(p, cfg, x[0]))) < 1e-4
+
+@slow
+@pytest.mark.parametrize("mixer", ["mag", "mal", "mac"])
+def test_an_expansion_goes_into_a_hybrid(mixer):
+  cfg = small("dot", mixer=mixer, attn_window=6, persist=2)
+  params, tokens = atlas.init(cfg), np.random.default_rng(0).integers(0, 16, (1, 14)).astype(np.int32)
+  whole = atlas.forward(params, cfg, Tensor(tokens))[0].numpy()
+  first, state = atlas.forward(params, cfg, Tensor(tokens[:, :9].copy()))
+  got = [first.numpy()]
+  for t in range(9, 14):
+    logits, state = atlas.forward(params, cfg, Tensor(tokens[:, t:t + 1].copy()), state)
+    got.append(logits.numpy())
+  assert relative(np.concatenate(got, 1), whole) < 1e-5
 
 def read(cfg, W, x, **changed):
   return kernels.memory(cfg, tensors(W), *tensors(x | changed).values())[0].numpy()
