@@ -261,8 +261,8 @@ def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
   """A rough count of the bytes that a training step holds: weights, gradients and moments, and what the backward pass keeps."""
   weights = atlas.parts(cfg)["total"] * 4 * 6
   token: float = 12 * cfg.dim + 6 * round(cfg.mlp_ratio * cfg.dim) + 6 * cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
-  if cfg.mixer == "attention": token += 3 * cfg.heads * length
-  else:
+  if cfg.mixer != "memory": token += 3 * cfg.heads * (min(length, 2 * cfg.attn_window) if cfg.attn_window else length)
+  if cfg.mixer != "attention":
     rows, steps = 1 + (cfg.window - 1) / cfg.chunk, 3 / cfg.muon_every if cfg.optimizer == "muon" else 0   # of a chunk with its halo; Muon's S, U
     token += sum(h * (4 * rows * (o + i) + (4 / cfg.chunk + steps) * o * i) for h, o, i in atlas.memory_shapes(cfg).values())
   return weights + 4 * batch * length * (cfg.layers * token + 4 * cfg.vocab)
