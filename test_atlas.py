@@ -969,6 +969,14 @@ def commands():
   """The arguments of every command of the README that runs train.py."""
   return [shlex.split(c, comments=True) for c in re.findall(r"\bpython train\.py([^`\n]*)", (Path(__file__).parent / "README.md").read_text())]
 
+def test_the_recall_experiment_shows_what_windows_and_features_buy(tmp_path, capsys):
+  found = experiments.recall(sizes=(4, 16), trials=8, seeds=1, rules=("delta", "Omega, window 16"), folder=str(tmp_path))
+  correlated = {name: hits[1, 1].mean() for name, hits in found.items()}
+  for features, much in (("identity", 0.2), ("poly", 0.0)): assert correlated["Omega, window 16", features] > correlated["delta", features] + much
+  assert correlated["delta", "exp"] > correlated["delta", "poly"] > correlated["delta", "identity"]
+  printed = capsys.readouterr().out
+  assert "0." in printed and ("pip install" in printed or (tmp_path / "recall.png").stat().st_size > 10_000)
+
 def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
   monkeypatch.setattr(experiments, "LAYERS", {"small": experiments.Layer(dict(window=2, chunk=4), 2, 4, 4, 1, 12, True)})
   experiments.speed()
