@@ -1,8 +1,9 @@
-"""Text for training: bytes of any file or folder, token files, and batches that are a pure function of (seed, step).
+"""Text for training: bytes of any file or folder, token files, and batches that are a pure function of (seed, step); and small tasks, as pure.
 
-Without `data=`, the text is Python's own standard library: every machine that runs this has it, offline.  The last tenth is for validation."""
+Without `data=`, the text is Python's own standard library: every machine that runs this has it, offline.  The last tenth is for validation.
+`python data.py TASK [key=value ...]` prints two examples of a task."""
 from __future__ import annotations
-import hashlib, os, sysconfig
+import hashlib, inspect, os, sys, sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
@@ -99,3 +100,115 @@ def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
     except ValueError: raise ValueError(f"prompt={text!r}: this model reads token ids: give them as 15,7,32") from None
   if bad := [i for i in ids if not 0 <= i < vocab]: raise ValueError(f"prompt={text!r} has token {bad[0]}, outside vocab={vocab}: leave it out")
   return ids
+
+# *** tasks: rows examples of (seed, index) -> tokens and labels (rows, length) int32; a label is what is to be said at that place, -100: nothing ***
+
+def _drawn(rng:np.random.Generator, rows:int, low:int, high:int, n:int) -> np.ndarray:
+  """n different numbers of low..high-1 in every row, in random order."""
+  return low + rng.random((rows, high - low)).argsort(1)[:, :n]
+
+def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int=4, again:int=0, crowd:float=0.01, noise:bool=False):
+  """Multi-query associative recall (Zoology): k1 v1 ... kN vN, then queries: keys in places drawn with probability ~ i^(crowd-1), so that
+  crowd=0.01 has most of them in front, and crowd=1 none; the label at a key is its value, which is not shown again.  Keys are 1..vocab/2-1, values
+  vocab/2..vocab-1, each once in an example.  again: the forgetting variant, that many keys are written again with another value, and the latest
+  counts.  Between the queries stand zeros, or with noise tokens that are no key of the example."""
+  if length % 2: raise ValueError(f"length={length} is odd, and mqar is made of pairs: take {length + 1}")
+  if vocab <= length: raise ValueError(f"vocab={vocab} is too small for length={length}: take more than {length}")
+  if not 0 <= again <= pairs: raise ValueError(f"again={again} keys of pairs={pairs} cannot be written again: take 0 to {pairs}")
+  if 2 * (pairs + again) + 2 * pairs > length:
+    raise ValueError(f"length={length} has no room for pairs={pairs} and as many queries: take {4 * pairs + 2 * again} or more")
+  rng, half = np.random.default_rng([seed, index]), vocab // 2
+  keys, values = _drawn(rng, rows, 1, half, pairs), _drawn(rng, rows, half, vocab, pairs + again)
+  written = np.concatenate([keys, keys[:, :again]], axis=1)
+  x, y = np.zeros((rows, length), np.int32), np.full((rows, length), -100, np.int32)
+  start, slots = 2 * (pairs + again), (length - 2 * (pairs + again)) // 2
+  if noise:
+    filler = rng.integers(1, vocab, (rows, length))
+    x[:] = np.where((filler[:, :, None] == keys[:, None]).any(-1), 0, filler)
+  x[:, 0:start:2], x[:, 1:start:2] = written, values
+  # the largest of log p + Gumbel noise are a draw without replacement
+  order = (-(crowd - 1) * np.log(np.arange(1, slots + 1)) - rng.gumbel(size=(rows, slots))).argsort(1)[:, :pairs]
+  latest = np.concatenate([values[:, pairs:], values[:, again:pairs]], axis=1)
+  at = start + 2 * order
+  np.put_along_axis(x, at, keys.astype(np.int32), 1)
+  np.put_along_axis(y, at, latest.astype(np.int32), 1)
+  return x, y
+
+def copy(rows:int, seed:int, index:int, vocab:int=32, length:int=64):
+  """length/2 random tokens of 1..vocab-1, then a 0, and the same tokens again: every one of them is the label at the place before it."""
+  if length % 2 or length < 2: raise ValueError(f"length={length} cannot be halved: take an even one")
+  if vocab < 2: raise ValueError(f"vocab={vocab} leaves nothing to copy: take 2 or more")
+  content = np.random.default_rng([seed, index]).integers(1, vocab, (rows, length // 2))
+  x = np.concatenate([content, np.zeros((rows, 1)), content[:, :-1]], axis=1).astype(np.int32)
+  return x, np.where(np.arange(length) < length // 2, -100, np.concatenate([content, content], axis=1)).astype(np.int32)
+
+def in_context_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, noise:float=0.0):
+  """MAD: pairs of a key (the lower half of the vocabulary) and the value it has in this example (the upper half); the label at a key that was seen
+  before is its value.  noise: that share of the pairs is noise, two tokens of the upper half of the vocabulary, keys and values of the lower."""
+  if length % 2: raise ValueError(f"length={length} is odd, and the task is made of pairs: take {length + 1}")
+  if vocab < 4 or vocab % 4: raise ValueError(f"vocab={vocab} has no halves of keys and values: take a multiple of 4")
+  if not 0 <= noise < 1: raise ValueError(f"noise={noise} is no share: take 0 to 0.9")
+  rng, known = np.random.default_rng([seed, index]), vocab // 2 if noise else vocab
+  n, half = length // 2, known // 2
+  keys = rng.integers(0, half, (rows, n))
+  values = np.take_along_axis(rng.integers(half, known, (rows, half)), keys, 1)
+  noisy = rng.random((rows, n)) < noise
+  other = rng.integers(known, max(vocab, known + 1), (rows, n, 2))
+  same = (keys[:, :, None] == keys[:, None]) & ~noisy[:, None] & (np.arange(n)[None, None] < np.arange(n)[None, :, None])       # an earlier place
+  x = np.where(noisy[..., None], other, np.stack([keys, values], axis=-1)).reshape(rows, length).astype(np.int32)
+  y = np.full((rows, n, 2), -100, np.int32)
+  y[..., 0] = np.where(same.any(-1) & ~noisy, values, -100)
+  return x, y.reshape(rows, length)
+
+def noisy_recall(rows:int, seed:int, index:int, vocab:int=32, length:int=128, noise:float=0.2):
+  """MAD: in_context_recall where a share of the pairs is noise."""
+  if noise <= 0: raise ValueError(f"noise={noise} leaves no noise: take 0.2, or in_context_recall")
+  return in_context_recall(rows, seed, index, vocab, length, noise)
+
+def selective_copying(rows:int, seed:int, index:int, vocab:int=16, length:int=256, copies:int=16):
+  """MAD: `copies` tokens among blanks (vocab-2), then as many copy tokens (vocab-1), each of them with the next of those tokens as its label."""
+  if vocab < 3: raise ValueError(f"vocab={vocab} leaves nothing to copy beside blank and copy token: take 3 or more")
+  if 2 * copies > length: raise ValueError(f"copies={copies} and their copies do not fit length={length}: take {length // 2} or fewer")
+  rng = np.random.default_rng([seed, index])
+  content = rng.integers(0, vocab - 2, (rows, copies))
+  x, y = np.full((rows, length), vocab - 2, np.int32), np.full((rows, length), -100, np.int32)
+  np.put_along_axis(x, np.sort(_drawn(rng, rows, 0, length - copies, copies), axis=1), content.astype(np.int32), 1)
+  x[:, length - copies:], y[:, length - copies:] = vocab - 1, content
+  return x, y
+
+def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32):
+  """MAD: keys, each followed by the insert token (vocab-1), whose label is the value that the key has in all examples of a seed."""
+  if length % 2: raise ValueError(f"length={length} is odd, and the task is made of pairs: take {length + 1}")
+  if vocab < 3: raise ValueError(f"vocab={vocab} has no key and value beside the insert token: take 3 or more")
+  half = (vocab - 1) // 2
+  values = np.random.default_rng([seed, 0x6d6164]).integers(half, 2 * half, half)              # the same for every index
+  keys = np.random.default_rng([seed, index]).integers(0, half, (rows, length // 2))
+  x, y = np.full((rows, length), vocab - 1, np.int32), np.full((rows, length), -100, np.int32)
+  x[:, ::2], y[:, 1::2] = keys, values[keys]
+  return x, y
+
+TASKS = {f.__name__: f for f in (mqar, copy, in_context_recall, noisy_recall, selective_copying, memorization)}
+
+def shown(argv:list[str]) -> int:
+  """Prints two examples of the task argv[0], its settings as key=value: a scored token is followed by >label."""
+  try:
+    if not argv or argv[0] not in TASKS: raise ValueError(f"name a task: {', '.join(TASKS)}")
+    task = TASKS[argv[0]]
+    known = {n: type(p.default) for n, p in inspect.signature(task).parameters.items() if p.default is not p.empty}
+    fields: dict = {"seed": 0}
+    for word in argv[1:]:
+      name, _, value = word.partition("=")
+      if name not in known and name != "seed": raise ValueError(f"{word} is not a setting of {argv[0]}: take one of seed, {', '.join(known)}")
+      try: fields[name] = known.get(name, int)(int(value) if known.get(name) is bool else value)
+      except ValueError: raise ValueError(f"{word}: {value!r} is not a number") from None
+    x, y = task(2, index=0, **fields)
+  except ValueError as e:
+    print("error:", e, file=sys.stderr)
+    return 2
+  print((task.__doc__ or "").replace("\n  ", "\n") + "\n")
+  for tokens, labels in zip(x, y):
+    print(" ".join(f"{t}>{label}" if label >= 0 else str(t) for t, label in zip(tokens, labels)))
+    print(f"({(labels >= 0).sum()} of {len(labels)} places scored)\n")
+  return 0
+
+if __name__ == "__main__": sys.exit(shown(sys.argv[1:]))

@@ -801,6 +801,67 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     (tmp_path / name).write_bytes(text)
   assert data.load(str(tmp_path), 256, 16).train.tobytes().startswith(b"1" * 300 + b"2")
 
+# *** tasks ***
+
+def latest_values(tokens, labels):
+  """What every scored key was followed by last, before its place."""
+  found, known = [], dict[int, int]()
+  for t, (token, label) in enumerate(zip(tokens, labels)):
+    if label >= 0: found.append(known[token])
+    elif t % 2 == 0 and t + 1 < len(tokens): known[token] = tokens[t + 1]
+  return found
+
+@pytest.mark.parametrize("task", data.TASKS.values(), ids=data.TASKS)
+def test_a_task_is_a_function_of_seed_and_index(task):
+  (x, y), again, other, third = task(5, 1, 2), task(5, 1, 2), task(5, 1, 3), task(5, 2, 2)
+  assert x.shape == y.shape and x.dtype == y.dtype == np.int32 and np.array_equal(x, again[0]) and np.array_equal(y, again[1])
+  assert not np.array_equal(x, other[0]) and not np.array_equal(x, third[0]) and (y >= 0).any(1).all()
+
+@pytest.mark.parametrize("settings", [{}, dict(again=3), dict(again=8, noise=True), dict(crowd=1.0)], ids=str)
+def test_mqar_asks_for_every_key_once_and_the_latest_value_counts(settings):
+  x, y = data.mqar(50, 0, 0, vocab=128, length=64, pairs=8, **settings)
+  start = 2 * (8 + settings.get("again", 0))
+  for tokens, labels in zip(x, y):
+    keys, asked = set(tokens[:start:2]), tokens[labels >= 0]
+    assert len(keys) == 8 and set(asked) == keys and len(asked) == 8 and not (set(tokens[start:][labels[start:] < 0]) & keys)
+    assert latest_values(tokens[:start], labels[:start]) == [] and (labels[:start] < 0).all() and max(keys) < 64 <= min(tokens[1:start:2])
+    assert latest_values(np.concatenate([tokens[:start], np.stack([asked, asked], 1).ravel()]),
+                         np.concatenate([labels[:start], np.stack([asked, asked * 0 - 100], 1).ravel()])) == list(labels[labels >= 0])
+
+def test_mqar_crowds_its_queries_to_the_front():
+  def middle(crowd): return np.nonzero(data.mqar(200, 0, 0, 512, 256, 8, crowd=crowd)[1] >= 0)[1].mean()
+  assert middle(0.01) < 80 < 120 < middle(1.0)
+
+def test_recall_asks_for_what_was_seen_and_copies_keep_their_order():
+  for task in (data.in_context_recall, data.noisy_recall):
+    x, y = task(20, 0, 0)
+    for tokens, labels in zip(x, y):
+      at = np.nonzero(labels >= 0)[0]
+      assert (at % 2 == 0).all() and (labels[at] == tokens[at + 1]).all() and all(tokens[t] in tokens[:t:2] for t in at)
+  assert 0.15 < (data.noisy_recall(200, 0, 0)[0][:, ::2] >= 16).mean() < 0.25
+  x, y = data.selective_copying(20, 0, 0)
+  for tokens, labels in zip(x, y): assert list(tokens[:240][tokens[:240] < 14]) == list(labels[240:]) and (tokens[240:] == 15).all()
+  x, y = data.copy(3, 0, 0, length=10)
+  assert (x[:, 5] == 0).all() and np.array_equal(y[:, 5:], x[:, :5]) and np.array_equal(x[:, 6:], x[:, :4])
+
+def test_memorized_values_are_the_same_in_every_example():
+  def mapping(index):
+    x, y = data.memorization(200, 7, index)
+    return {key: set(y[:, 1::2][x[:, ::2] == key]) for key in range(127)}
+  first, second = mapping(0), mapping(1)
+  assert first == second and all(len(values) == 1 for values in first.values())
+
+@pytest.mark.parametrize("words,message", {
+  "": "name a task: mqar", "mqar length=7": "take 8", "mqar vocab=8 length=32": "take more than 32", "mqar pairs=40": "take 160 or more",
+  "mqar again=9": "take 0 to 4", "mqar pears=3": "take one of seed, vocab", "mqar pairs=many": "not a number", "copy length=3": "even",
+  "noisy_recall noise=0": "leaves no noise", "selective_copying copies=200": "take 128 or fewer"}.items())
+def test_a_task_says_what_is_wrong_in_one_line(words, message, capsys):
+  assert data.shown(words.split()) == 2 and message in last_error(capsys)
+
+def test_two_examples_of_a_task_are_shown(capsys):
+  assert data.shown("mqar pairs=2 length=16 vocab=32 seed=3".split()) == 0
+  assert capsys.readouterr().out.count("(2 of 16 places scored)") == 2
+
 # *** 10. the command line ***
 
 TINY = [f"{k}={v}" for k, v in (SMALL | {"vocab": 256}).items()]
