@@ -389,8 +389,7 @@ def full(cfg:Config, qkv:list[Tensor], persist:tuple|None, state:dict|None) -> t
 
 def _with_capacity(cache:Tensor, needed:int) -> Tensor:
   """Pads a cache (B,H,L,d) to a power of two with room for as many tokens again."""
-  capacity = max(64, 2 ** math.ceil(math.log2(2 * needed)))
-  return cache.pad((None, None, (0, capacity - cache.shape[2]), None)).contiguous()
+  return cache.pad((None, None, (0, kernels.capacity_for(needed) - cast(int, cache.shape[2])), None)).contiguous()
 
 # The mixers: x (B,T,dim), normalised -> (B,T,dim), state, mean eta
 
@@ -455,8 +454,7 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, di
   w, (B, T, _) = cfg.attn_window, cast(tuple[int, ...], x.shape)
   position = Tensor(0, dtype=dtypes.int32) if state is None else state["position"]
   if state is None:                                      # all segments alike: one set of kernels serves them
-    begin = kernels.initial_state(cfg, memory_weights(p, cfg), B, cfg.key_dim)
-    begin = {n: z.unsqueeze(0).expand(B, *z.shape) if z.ndim == 3 else z for n, z in begin.items()}
+    begin = kernels.for_batch(kernels.initial_state(cfg, memory_weights(p, cfg), B, cfg.key_dim), B)
     if cfg.conv: begin["conv"] = Tensor.zeros(B, cfg.conv - 1, p["conv"].shape[1])
     memory, start, cache = {n: z.contiguous() for n, z in begin.items() if n != "position"}, {}, {}
   else: memory, start, cache = [{n: z for n, z in cast(dict, part(state, name)).items() if n != "position"} for name in HELD]

@@ -89,8 +89,8 @@ def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:
   return [*stream, np.arange(T) < N + again, keys, np.concatenate([newer, values[:, again:]], axis=1)]
 
 def recalled(fields:dict, sizes:tuple[int, ...], trials:int, seeds:int, d:int=16) -> np.ndarray:
-  """Share of the values that are the nearest to what is read for their key after every pair was written once, online: (kinds, sizes, 1 + seeds),
-  with the step size that was best for the first seed, which only chooses it.  The rule is kernels.memory; everything else is a batch."""
+  """Share of the values that are the nearest to what is read for their key after every pair was written once, online: (kinds, sizes, seeds),
+  with the step size that was best for one more seed, which only chooses it.  The rule is kernels.memory; everything else is a batch."""
   cfg = atlas.Config(memory="linear", chunk=1, heads=trials * (1 + seeds), key_dim=d, value_dim=d, **fields)
   T, H, D = -(-3 * max(sizes) // 16) * 8, cfg.heads, kernels.feature_size(d, cfg.features, 2)
   long = 2.0 if cfg.features == "exp" else 1.0           # of keys and queries: exp(4 cos), as sharp as a model's may become
@@ -110,8 +110,8 @@ def recalled(fields:dict, sizes:tuple[int, ...], trials:int, seeds:int, d:int=16
   def part(*at): return [Tensor(np.ascontiguousarray(x[:, :, slice(*at)], dtype=np.float32)) for x in inputs.values()]
   if cfg.features == "exp": state = call(None, *part(T))
   else:                                                  # in calls of 8 tokens, all alike
-    begin, step = kernels.initial_state(cfg, weights, B, d), TinyJit(call)
-    state = {n: (z.unsqueeze(0).expand(B, *z.shape) if z.ndim == 3 else z).clone() for n, z in begin.items()}
+    begin, step = kernels.for_batch(kernels.initial_state(cfg, weights, B, d), B), TinyJit(call)
+    state = {n: z.clone() for n, z in begin.items()}
     for t in range(0, T, 8): state = step(state, *part(t, t + 8))
   hits = np.zeros((len(KINDS), len(sizes), len(STEPS), 1 + seeds))
   for row, (k, n) in enumerate(np.ndindex(hits.shape[:2])):

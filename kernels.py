@@ -252,6 +252,10 @@ def outputs(cfg, M:dict, S:dict, kept:list, x:Tensor, r:Tensor, q:Tensor, a:Tens
     return y - (C.unsqueeze(-1) * steps).sum(-2)
   return apply(cfg, read, r, q)
 
+def for_batch(part:dict[str, Tensor], B:int) -> dict[str, Tensor]:
+  """A state, or a part of one, with matrices (H,out,in) that the rows of the batch share given to each of them, (B,H,out,in)."""
+  return {n: w.unsqueeze(0).expand(B, *w.shape).contiguous() if w.ndim == 3 else w for n, w in part.items()}
+
 def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
            b:int, every:int) -> tuple[Tensor, dict, dict, dict]:
   """The recurrence over whole chunks of b tokens in stock tensor operations: large products over all chunks, but for the sequential pass.
@@ -260,7 +264,7 @@ def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:
   B, _, T, _ = cast(tuple[int, ...], q.shape)
   reach = b + cfg.window - 1
   E = reach if b == 1 else _to_multiple(reach, 8)          # multiples of 8 tile well
-  base, M, S = [{n: w if w.ndim == 4 else w.unsqueeze(0).expand(B, *w.shape).contiguous() for n, w in part.items()} for part in (base, M, S)]
+  base, M, S = [for_batch(part, B) for part in (base, M, S)]
   def chunked(z): return z.reshape(*z.shape[:2], T // b, b, *z.shape[3:])
   alphas, C, P = coefficients(cfg, E, every, *map(chunked, (alpha, theta, eta, gamma)))
   keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous().contiguous_backward()
@@ -404,8 +408,7 @@ def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
   Costs an attention over the past and the call's stream per chunk, without softmax; memory grows linearly with the stream."""
   B, _, T, _ = cast(tuple[int, ...], q.shape)
   E, N, skip = b + cfg.window - 1, T // b, int(cfg.momentum)
-  old, *parts = [z if z.ndim == 4 else z.unsqueeze(0).expand(B, *z.shape).contiguous() for z in (old, *base.values(), *M.values(), *S.values())]
-  base, M, S = [dict(zip(M, parts[n:n + len(M)])) for n in range(0, 3 * len(M), len(M))]
+  (old,), base, M, S = for_batch({"": old}, B).values(), *[for_batch(part, B) for part in (base, M, S)]
   def chunked(z): return z.reshape(*z.shape[:2], N, b, *z.shape[3:])
   alphas, C, P = coefficients(cfg, E, 1, *map(chunked, (alpha, theta, eta, gamma)))
   keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous() for z in (k, v)]
@@ -1067,6 +1070,10 @@ def read_position(state:dict[str, Tensor]) -> int|None:
   try: return int(state["position"].item())
   except JitError: return None
 
+def capacity_for(needed:int) -> int:
+  """Places of a cache that must hold `needed` tokens: a power of two, with room for as many again."""
+  return max(64, 2 ** math.ceil(math.log2(2 * needed)))
+
 def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[str, Tensor]:
   """The state before the first token: M_0, S_0 = 0, position 0.  A flat dict of Tensors: "position" (), "M.*", "S.*" (momentum) and "base.*",
   (H,out,in) here, where the rows of the batch still share them, and (B,H,out,in) after the first call; "k" and "v" (B,H,window-1,.), the keys
@@ -1135,7 +1142,7 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
     old, P = state["keys"], cast(int, weights["anchor_u"].shape[1])
     place, capacity = P + (position if known is None or T == 1 and not is_first else known), cast(int, old.shape[-2])
     if known is None and T > 1: raise ValueError("features=exp cannot jit a call of several tokens with a state: its expansion grows")
-    if known is not None and P + known + T > capacity: capacity = P + max(64, 2 ** math.ceil(math.log2(2 * (known + T))))
+    if known is not None and P + known + T > capacity: capacity = P + capacity_for(known + T)
     y, base, M, S = expanded(cfg, old, base, M, S, *inputs, size, base is M, place - front, capacity)
     here = Tensor.arange(capacity).reshape(capacity, 1)
     new = k.pad((None, None, (place, capacity - place - T), None)) if isinstance(place, int) else (here == place).where(k, 0)
