@@ -3,10 +3,10 @@
 Without `data=`, the text is Python's own standard library: every machine that runs this has it, offline.  The last tenth is for validation.
 `python data.py TASK [key=value ...]` prints two examples of a task."""
 from __future__ import annotations
-import hashlib, inspect, os, sys, sysconfig
+import functools, hashlib, inspect, os, re, sys, sysconfig, uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 import numpy as np
 
 VALIDATION = 10                                          # one part in so many, at the end
@@ -187,27 +187,173 @@ def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32):
   x[:, ::2], y[:, 1::2] = keys, values[keys]
   return x, y
 
-TASKS = {f.__name__: f for f in (mqar, copy, in_context_recall, noisy_recall, selective_copying, memorization)}
+def _motifs(rng:np.random.Generator, shape:tuple[int, ...], low:int, high:int, shortest:int) -> np.ndarray:
+  """Motifs of shortest..3 tokens of low..high-1: (*shape, 3), with -1 after the last token."""
+  return np.where(np.arange(3) < rng.integers(shortest, 4, (*shape, 1)), rng.integers(low, high, (*shape, 3)), -1)
+
+def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, shortest:int=1):
+  """MAD: recall where vocab/2 keys are motifs of `shortest` to 3 tokens (of the lower half of the vocabulary), no two the same, and their values
+  motifs of 1 to 3 (of the upper half), drawn for every example; pairs follow each other, cut at the end.  Where a key was seen before, each token of
+  its value is the label at the place before it, the first one at the key's last token.  A test takes shortest=3."""
+  if vocab < 4 or vocab % 2: raise ValueError(f"vocab={vocab} has no halves of keys and values: take an even number of 4 or more")
+  if not 1 <= shortest <= 3: raise ValueError(f"shortest={shortest} is no length of a motif: take 1 to 3")
+  if length < 12: raise ValueError(f"length={length} has no room for a pair and its return: take 12 or more")
+  rng, half, n = np.random.default_rng([seed, index]), vocab // 2, length // 2 + 1              # a pair has 2 tokens or more
+  keys, values = _motifs(rng, (rows, half), 0, half, shortest), _motifs(rng, (rows, half), half, vocab, 1)
+  while (twice := np.triu((keys[:, :, None] == keys[:, None]).all(-1), 1).any(1)).any():
+    keys[twice] = _motifs(rng, (int(twice.sum()),), 0, half, shortest)
+  drawn = rng.integers(0, half, (rows, n))
+  seen = np.tril(drawn[:, :, None] == drawn[:, None], -1).any(2)
+  pairs = np.take_along_axis(np.concatenate([keys, values], axis=2), drawn[..., None], 1).reshape(rows, -1)
+  labels = np.where(seen.repeat(6, axis=1) & (pairs >= half), pairs, -100)
+  at = (pairs < 0).argsort(1, kind="stable")[:, :length + 1]                                    # the tokens without the gaps
+  return np.take_along_axis(pairs, at[:, :-1], 1).astype(np.int32), np.take_along_axis(labels, at[:, 1:], 1).astype(np.int32)
+
+def compression(rows:int, seed:int, index:int, vocab:int=16, length:int=32):
+  """MAD: length-1 random tokens of 0..vocab-2, then the summary token (vocab-1); every token but that one is the label at its own place.  Not the
+  reading of the other tasks: a decoder that is given only the model's state at the summary token, and a place, is to say what stood there."""
+  if vocab < 3 or length < 2: raise ValueError(f"vocab={vocab} length={length} leave nothing to compress: take 3 and 2, or more")
+  x = np.random.default_rng([seed, index]).integers(0, vocab - 1, (rows, length)).astype(np.int32)
+  x[:, -1] = vocab - 1
+  return x, np.where(np.arange(length) < length - 1, x, -100).astype(np.int32)
+
+# *** tasks in bytes: a prompt, as long in every row, its answer and a newline; what fills a shorter answer's row up to the length is not scored ***
+_read_once = functools.lru_cache(maxsize=None)(read)
+FILLER = b"A kettle hums on the stove.\nTwo boats drift past the pier.\nSnow melts along the fence.\nSomebody whistles an old tune.\n"
+ADJECTIVES = tuple("amber brave brisk crisp eager early faint fresh happy light lucky proud quiet rapid solid sunny".split())
+NOUNS = tuple("beach bench canal cloud coast field forge grove hotel lodge mount ocean plaza ridge river tower".split())     # all of five letters
+PEOPLE, ROOMS, OBJECTS = ("Ada", "Ben", "Cleo", "Dirk"), ("attic", "cellar", "garden", "hall", "kitchen", "study"), ("coin", "lamp", "rope")
+BABI_LABELS = {1: ROOMS, 2: ROOMS, 3: ROOMS, 4: ROOMS, 5: PEOPLE + OBJECTS}                      # every answer that a question can have
+STORIES = {1: (10, 1, 26), 2: (12, 2, 26), 3: (12, 3, 26), 4: (2, 2, 36), 5: (8, 1, 28)}        # facts: usual, fewest, bytes of the longest
+def _background(rng:np.random.Generator, text:str, size:int) -> bytes:
+  """`size` bytes (1 or more) of text= from a place that is drawn, or the filler sentences over and over; the last one is a newline."""
+  try: source, is_bytes = (np.resize(np.frombuffer(FILLER, dtype=np.uint8), size), True) if text == "filler" else _read_once(text)
+  except ValueError as e: raise ValueError(str(e).replace("data=", "text=")) from None
+  if not is_bytes: raise ValueError(f"text={text} holds token ids, and this task is made of bytes: give a file of text")
+  if len(source) < size: raise ValueError(f"text={text} has {len(source):,} bytes and {size:,} are needed: give a longer one or a smaller length")
+  start = rng.integers(0, len(source) - size + 1)
+  return source[start:start + size - 1].tobytes() + b"\n"
+
+def _scattered(rng:np.random.Generator, facts:list[bytes], background:bytes) -> bytes:
+  """The facts in their order, each in a gap between two lines that is drawn with replacement; between sentences where lines are paragraphs."""
+  lines = re.findall(rb"[^\n]*\n", background)
+  if len(lines) * 200 < len(background): lines = re.findall(rb"[^\n]*?(?:[.!?] |\n)", background)
+  cuts = [0, *np.sort(rng.integers(0, len(lines) + 1, len(facts))).tolist(), len(lines)]
+  return b"".join(b"".join(lines[a:b]) + fact for a, b, fact in zip(cuts, cuts[1:], [*facts, b""]))
+
+def _answered(prompts:list[bytes], answers:list[bytes], room:int):
+  """Inputs and labels of prompts of one length, with `room` bytes for an answer and its newline; the last byte is a label only."""
+  whole = np.frombuffer(b"".join(p + a.ljust(room, b"\n") for p, a in zip(prompts, answers)), np.uint8).reshape(len(prompts), -1).astype(np.int32)
+  after = np.arange(whole.shape[1] - 1) - len(prompts[0]) + 1                                   # 0 where the answer's first byte is the label
+  return whole[:, :-1].copy(), np.where((after >= 0) & (after <= np.array([[len(a)] for a in answers])), whole[:, 1:], -100).astype(np.int32)
+
+def prompt_length(y:np.ndarray) -> int:
+  """How many tokens of x stand before the answer, in tasks where that is the same in every row: x[:, :this] are the prompts."""
+  return int((y >= 0).any(0).argmax()) + 1
+
+def _pick(rng:np.random.Generator, options): return options[rng.integers(len(options))]
+
+def niah(rows:int, seed:int, index:int, kind:str="pk", length:int=512, text:str="python"):
+  """A needle in a haystack (RULER's single needles), in bytes: one sentence, at a depth drawn uniformly, gives a key its value; the question at the
+  end names the key, and the answer is the value and a newline.  kind: pk, filler sentences and a number of 7 digits; n, lines of text= and a number;
+  w, lines of text= and a uuid.  The value is nowhere else in the haystack."""
+  if kind not in ("pk", "n", "w"): raise ValueError(f"kind={kind} is not known: take pk, n or w")
+  name, width = ("code", 36) if kind == "w" else ("number", 7)
+  fixed = 2 * len(f"The {name} of quiet-river is ") + 2 * width + len(".\n")                    # the needle, the question and the answer
+  if length <= fixed: raise ValueError(f"length={length} has no room for needle, question and answer of kind={kind}: take {fixed + 1} or more")
+  rng, prompts, answers = np.random.default_rng([seed, index]), [], []
+  for _ in range(rows):
+    haystack = _background(rng, "filler" if kind == "pk" else text, length - fixed)
+    question = f"The {name} of {_pick(rng, ADJECTIVES)}-{_pick(rng, NOUNS)} is ".encode()
+    while (value := str(uuid.UUID(bytes=rng.bytes(16)) if kind == "w" else rng.integers(10 ** 6, 10 ** 7)).encode()) in haystack: pass
+    prompts.append(_scattered(rng, [question + value + b".\n"], haystack) + question)
+    answers.append(value)
+  return _answered(prompts, answers, width + 1)
+
+def _story(rng:np.random.Generator, question:int, facts:int) -> tuple[list[str], dict[str, str]]:
+  """The facts of a story, and what can be asked after the last of them, with the answers: a later fact replaces an earlier one's."""
+  told, asked = list[str](), dict[str, str]()
+  if question == 4:
+    first, middle, last = rng.permutation(ROOMS)[:3].tolist()
+    ahead, behind = _pick(rng, (("north", "south"), ("west", "east")))
+    told = [_pick(rng, (f"The {a} is {ahead} of the {b}.", f"The {b} is {behind} of the {a}.")) for a, b in ((first, middle), (middle, last))]
+    return rng.permutation(told).tolist(), {f"What is {ahead} of the {middle}?": first, f"What is {behind} of the {middle}?": last,
+                                            f"What is the {middle} {behind} of?": first, f"What is the {middle} {ahead} of?": last}
+  # trail: the rooms that an object was in; one that nobody took yet is found wherever somebody takes it
+  where, holder, trail = dict[str, str](), dict[str, str](), dict[str, list[str]]()
+  for _ in range(facts):
+    if question == 5:
+      thing = _pick(rng, OBJECTS)
+      giver = holder.get(thing) or _pick(rng, PEOPLE)
+      holder[thing] = receiver = _pick(rng, [p for p in PEOPLE if p != giver])
+      told.append(f"{giver} gave the {thing} to {receiver}.")
+      asked |= {f"Who last gave the {thing} to {receiver}?": giver, f"What did {giver} last give to {receiver}?": thing,
+                f"To whom did {giver} last give the {thing}?": receiver}
+      continue
+    moves = [(p, "went to", room) for p in PEOPLE for room in ROOMS if where.get(p) != room]
+    takes = [(p, "took", o) for p, r in where.items() for o in OBJECTS if question > 1 and o not in holder and trail.get(o, [r])[-1] == r]
+    drops = [(p, "dropped", o) for o, p in holder.items()]
+    who, did, what = _pick(rng, _pick(rng, [actions for actions in (moves, takes, drops) if actions]))
+    told.append(f"{who} {did} the {what}.")
+    if did == "took": holder[what], trail[what] = who, trail.get(what, [where[who]])
+    elif did == "dropped": del holder[what]
+    else:
+      where[who] = what
+      for thing in [o for o, p in holder.items() if p == who]: trail[thing].append(what)
+  if question == 1: asked = {f"Where is {p}?": room for p, room in where.items()}
+  if question == 2: asked = {f"Where is the {o}?": rooms[-1] for o, rooms in trail.items()}
+  if question == 3: asked = {f"Where was the {o} before it last came to the {b}?": a for o, t in trail.items() for a, b in zip(t, t[1:])}
+  return told, asked
+
+def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str="filler", facts:int=0):
+  """BABILong, with stories of our own, in bytes: facts scattered over lines of background (text=, or filler sentences), then a question; the answer
+  is one word of BABI_LABELS[question] and a newline.  question: 1, where somebody is; 2, where an object is that was carried; 3, where it was before;
+  4, what lies beside a room, of three in a line; 5, who gave what to whom.  facts: how many a story has, 0 for as many as is usual."""
+  if question not in STORIES: raise ValueError(f"question={question} is not known: take 1 to 5")
+  (usual, fewest, longest), room = STORIES[question], max(map(len, BABI_LABELS[question])) + 1
+  count = facts or usual
+  if count < fewest or question == 4 and count > 2:
+    raise ValueError(f"facts={facts} do not fit question={question}: take {fewest}{' or more' if question != 4 else ''}")
+  least = count * longest + 56 + room                                                           # 55 for the longest question, 1 of background
+  if length < least: raise ValueError(f"length={length} has no room for {count} facts and the question: take {least} or more, or fewer facts")
+  rng, prompts, answers = np.random.default_rng([seed, index]), [], []
+  for _ in range(rows):
+    told, asked = _story(rng, question, count)
+    while not asked: told, asked = _story(rng, question, count)
+    words, answer = _pick(rng, list(asked.items()))
+    lines, end = [f"{fact}\n".encode() for fact in told], f"{words} ".encode()
+    prompts.append(_scattered(rng, lines, _background(rng, text, length + 1 - room - len(end) - sum(map(len, lines)))) + end)
+    answers.append(answer.encode())
+  return _answered(prompts, answers, room)
+
+TASKS = {f.__name__: f for f in (mqar, copy, in_context_recall, noisy_recall, fuzzy_recall, selective_copying, compression, memorization, niah, babi)}
+BYTE_TASKS = ("niah", "babi")
+
+def task_settings(name:str, words:list[str]) -> tuple[Callable, dict]:
+  """The task of that name, and its settings from words like pairs=3 (seed is one of them).  ValueError for what it does not have or cannot be."""
+  if name not in TASKS: raise ValueError(f"{name + ' is none: ' if name else ''}name a task: {', '.join(TASKS)}")
+  known = {n: type(p.default) for n, p in inspect.signature(TASKS[name]).parameters.items() if p.default is not p.empty}
+  settings: dict = {}
+  for word in words:
+    key, _, value = word.partition("=")
+    if key not in known and key != "seed": raise ValueError(f"{word} is not a setting of {name}: take one of seed, {', '.join(known)}")
+    try: settings[key] = known.get(key, int)(int(value) if known.get(key) is bool else value)
+    except ValueError: raise ValueError(f"{word}: {value!r} is not a number") from None
+  return TASKS[name], settings
 
 def shown(argv:list[str]) -> int:
-  """Prints two examples of the task argv[0], its settings as key=value: a scored token is followed by >label."""
+  """Prints two examples of the task argv[0], its settings as key=value: a scored token is followed by >label, a scored answer in bytes by <."""
   try:
-    if not argv or argv[0] not in TASKS: raise ValueError(f"name a task: {', '.join(TASKS)}")
-    task = TASKS[argv[0]]
-    known = {n: type(p.default) for n, p in inspect.signature(task).parameters.items() if p.default is not p.empty}
-    fields: dict = {"seed": 0}
-    for word in argv[1:]:
-      name, _, value = word.partition("=")
-      if name not in known and name != "seed": raise ValueError(f"{word} is not a setting of {argv[0]}: take one of seed, {', '.join(known)}")
-      try: fields[name] = known.get(name, int)(int(value) if known.get(name) is bool else value)
-      except ValueError: raise ValueError(f"{word}: {value!r} is not a number") from None
-    x, y = task(2, index=0, **fields)
+    task, settings = task_settings("".join(argv[:1]), argv[1:])
+    x, y = task(2, index=0, **{"seed": 0} | settings)
   except ValueError as e:
     print("error:", e, file=sys.stderr)
     return 2
   print((task.__doc__ or "").replace("\n  ", "\n") + "\n")
   for tokens, labels in zip(x, y):
-    print(" ".join(f"{t}>{label}" if label >= 0 else str(t) for t, label in zip(tokens, labels)))
+    if task.__name__ in BYTE_TASKS:
+      print(*(bytes(part.tolist()).decode(errors="replace") for part in (tokens[:prompt_length(y)], labels[labels >= 0])), sep=">", end="<\n")
+    else: print(" ".join(f"{t}>{label}" if label >= 0 else str(t) for t, label in zip(tokens, labels)))
     print(f"({(labels >= 0).sum()} of {len(labels)} places scored)\n")
   return 0
 

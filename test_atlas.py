@@ -855,13 +855,104 @@ def test_memorized_values_are_the_same_in_every_example():
 @pytest.mark.parametrize("words,message", {
   "": "name a task: mqar", "mqar length=7": "take 8", "mqar vocab=8 length=32": "take more than 32", "mqar pairs=40": "take 160 or more",
   "mqar again=9": "take 0 to 4", "mqar pears=3": "take one of seed, vocab", "mqar pairs=many": "not a number", "copy length=3": "even",
-  "noisy_recall noise=0": "leaves no noise", "selective_copying copies=200": "take 128 or fewer"}.items())
+  "noisy_recall noise=0": "leaves no noise", "selective_copying copies=200": "take 128 or fewer", "mqra": "mqra is none: name a task: mqar",
+  "fuzzy_recall shortest=4": "take 1 to 3", "fuzzy_recall vocab=15": "an even number", "fuzzy_recall length=11": "take 12 or more",
+  "compression length=1": "nothing to compress", "niah kind=x": "take pk, n or w", "niah length=74": "take 75 or more",
+  "niah kind=w length=128": "take 129 or more", "niah kind=n text=/no/such": "text=/no/such does not exist", "babi question=6": "take 1 to 5",
+  "babi length=323": "take 324 or more", "babi facts=-1": "take 1 or more", "babi question=3 facts=2": "take 3 or more",
+  "babi question=4 facts=3": "question=4: take 2", "babi question=one": "not a number"}.items())
 def test_a_task_says_what_is_wrong_in_one_line(words, message, capsys):
   assert data.shown(words.split()) == 2 and message in last_error(capsys)
 
 def test_two_examples_of_a_task_are_shown(capsys):
   assert data.shown("mqar pairs=2 length=16 vocab=32 seed=3".split()) == 0
   assert capsys.readouterr().out.count("(2 of 16 places scored)") == 2
+  assert data.shown(["niah", "kind=w"]) == 0 and re.search(r"\nThe code of \w+-\w+ is >[0-9a-f-]{36}\n<\n\(37 of 512", capsys.readouterr().out)
+
+@pytest.mark.parametrize("settings", [{}, dict(shortest=3), dict(vocab=64, length=401), dict(vocab=4, length=12)], ids=str)
+def test_fuzzy_recall_asks_for_the_values_of_keys_seen_before(settings):
+  half, lengths = settings.get("vocab", 16) // 2, set()
+  x, y = data.fuzzy_recall(50, 3, 0, **settings)
+  assert x.shape == y.shape == (50, settings.get("length", 128)) and x.min() == 0 and x.max() == 2 * half - 1
+  for tokens, labels in zip(x.tolist(), y.tolist()):
+    runs = [tuple(run) for _, run in itertools.groupby(tokens, key=lambda token: token >= half)]
+    known, told = dict[tuple, tuple](), list[int]()
+    for key, value in list(zip(runs[::2], runs[1::2]))[:-1]:                             # the last one may be cut
+      told += [-100] * (len(key) - 1) + (list(known[key]) if key in known else [-100] * len(value)) + [-100]
+      assert known.setdefault(key, value) == value and len(value) <= 3
+      lengths.add(len(key))
+    assert labels[:len(told)] == told and all(label in (-100, token) for label, token in zip(labels, tokens[1:]))
+  assert lengths == set(range(settings.get("shortest", 1), 4))
+
+def test_compression_asks_for_every_token_but_the_summary():
+  x, y = data.compression(100, 0, 0)
+  assert (x[:, -1] == 15).all() and (y[:, -1] == -100).all() and np.array_equal(x[:, :-1], y[:, :-1]) and set(x[:, :-1].flat) == set(range(15))
+
+def spoken(length, x, y):
+  """Prompts and answers of a task in bytes: every prompt has the same length, x goes on with the answer, and its newline is a label too."""
+  n = data.prompt_length(y)
+  prompts, answers = ([bytes(row[row >= 0].tolist()).decode(errors="replace") for row in rows] for rows in (x[:, :n], y))
+  for tokens, labels, answer in zip(x, y, answers):
+    assert len(tokens) == len(labels) == length and bytes(tokens[n:].tolist()).decode() == answer.ljust(length - n + 1, "\n")[:-1]
+    assert answer.endswith("\n") and (np.nonzero(labels >= 0)[0] == np.arange(n - 1, n - 1 + len(answer))).all()
+  return prompts, [answer[:-1] for answer in answers]
+
+@pytest.mark.parametrize("kind,value", {"pk": "[0-9]{7}", "n": "[0-9]{7}", "w": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"}.items())
+@pytest.mark.parametrize("length", [133, 512, 2048])
+def test_niah_hides_the_value_once_beside_its_key(kind, value, length):
+  prompts, answers = spoken(length, *data.niah(200, 1, 0, kind, length))
+  depths = []
+  for prompt, answer in zip(prompts, answers):
+    asked = prompt.splitlines()[-1]
+    assert re.fullmatch(value, answer) and prompt.count(answer) == 1 and re.fullmatch(r"The \w+ of \w{5}-\w{5} is ", asked)
+    assert f"\n{asked}{answer}.\n" in "\n" + prompt and prompt.count(asked) == 2 and prompt.endswith(f"\n{asked}")
+    depths.append(prompt.index(answer) / (length - 2 * len(asked) - 2 * len(answer)))
+  if length == 2048: assert (np.histogram(depths, 4, (0, 1.1))[0] > 25).all()
+
+def test_niah_takes_any_text_of_bytes(tmp_path):
+  (tmp_path / "page.txt").write_text("It was late. Nobody came! " * 400)                        # one line: needles stand between sentences
+  prompts, _ = spoken(400, *data.niah(20, 0, 0, "n", 400, str(tmp_path / "page.txt")))
+  assert all(re.search(r"(^|[.!] |\n)The number", prompt) for prompt in prompts) and len({prompt.index("The number") for prompt in prompts}) > 5
+  (tmp_path / "digits.txt").write_bytes(np.random.default_rng(0).integers(48, 58, 200_000, dtype=np.uint8).tobytes())
+  for prompt, answer in zip(*spoken(200_000, *data.niah(40, 0, 0, "n", 200_000, str(tmp_path / "digits.txt")))): assert prompt.count(answer) == 1
+  with pytest.raises(ValueError, match="10,400 bytes and 19,924 are needed"): data.niah(1, 0, 0, "n", 19998, str(tmp_path / "page.txt"))
+  np.arange(999, dtype="<u2").tofile(tmp_path / "t.bin")
+  with pytest.raises(ValueError, match="holds token ids"): data.babi(1, 0, 0, text=str(tmp_path / "t.bin"))
+
+FACT = re.compile(r"(\w+) (went to|took|dropped|gave) the (\w+)(?: to (\w+))?\.|The (\w+) is (north|south|east|west) of the (\w+)\.")
+
+def solved(prompt):
+  """The answer to the question in a story's last line, looked up from the end of the story backwards."""
+  *lines, question = prompt.splitlines()
+  facts = [m.groups() for line in lines if (m := FACT.fullmatch(line))]
+  words = question.strip(" ?").replace(" the ", " ").split()
+  def room(person, end): return next((f[2] for f in reversed(facts[:end]) if f[:2] == (person, "went to")), None)
+  def place(thing, end):
+    found = next((i for i in reversed(range(end)) if facts[i][1] in ("took", "dropped") and facts[i][2] == thing), None)
+    return None if found is None else room(facts[found][0], end if facts[found][1] == "took" else found)
+  if words[:2] == ["Where", "is"]: return room(words[2], len(facts)) or place(words[2], len(facts))
+  if words[:2] == ["Where", "was"]:
+    rooms = [r for r, _ in itertools.groupby(place(words[2], end) for end in range(len(facts) + 1))]
+    return rooms[len(rooms) - 2 - rooms[::-1].index(words[-1])]
+  if words[:2] == ["What", "is"]:
+    opposite = dict(north="south", south="north", east="west", west="east")
+    beside = {(f[4], f[5], f[6]) for f in facts} | {(f[6], opposite[f[5]], f[4]) for f in facts}
+    answer, = [a for a, d, b in beside if [d, "of", b] == words[2:]] + [b for a, d, b in beside if [a, d, "of"] == words[2:]]
+    return answer
+  given = [(f[0], f[2], f[3]) for f in reversed(facts)]
+  if words[0] == "Who": return next(giver for giver, thing, receiver in given if [thing, "to", receiver] == words[3:])
+  if words[0] == "What": return next(thing for giver, thing, receiver in given if [giver, receiver] == words[2::4])
+  return next(receiver for giver, thing, receiver in given if [giver, thing] == words[3::3])
+
+@pytest.mark.parametrize("question,shortest", {1: 324, 2: 376, 3: 376, 4: 136, 5: 285}.items())
+def test_a_solver_that_reads_the_story_agrees_with_babi(question, shortest):
+  for settings in (dict(length=shortest), {}, dict(text="python", length=1500), dict(length=3000, facts=2 if question == 4 else 60)):
+    prompts, answers = spoken(settings.get("length", 512), *data.babi(100, 2, 0, question, **settings))
+    facts = [[fact.group() for fact in FACT.finditer(prompt)] for prompt in prompts]
+    assert [solved(prompt) for prompt in prompts] == answers and set(answers) <= set(data.BABI_LABELS[question]) and len(set(answers)) > 4
+    assert {len(told) for told in facts} == {settings.get("facts", data.STORIES[question][0])}
+  # what the least length is made of
+  assert max(len(fact) for told in facts for fact in told) + 1 == data.STORIES[question][2] and max(len(p.splitlines()[-1]) for p in prompts) <= 55
 
 # *** 10. the command line ***
 
