@@ -1,14 +1,18 @@
 """Experiments at small scale, one function and one command each: python experiments.py NAME
 
-  speed    the memory alone, forward and backward: one kernel against stock operations, in one process (6 minutes on 2 cores)
-  recall   what each rule and feature map still knows of the pairs it has read once, without any training (2 minutes)"""
+  speed          the memory alone, forward and backward: one kernel against stock operations, in one process (6 minutes)
+  recall         what each rule and feature map still knows of the pairs it has read once, without any training (2 minutes)
+  learnability   which mappings a network learns while it reads: the paper's section 6.4 (1 minute)
+  capacity       how many pairs a memory can hold at all: its section 3.1 and Theorem 1 (2 minutes)
+  heatmap        what a memory knows of every pair, at every time (10 seconds)"""
 from __future__ import annotations
 import dataclasses, math, resource, sys, time
 from pathlib import Path
 from typing import Any, Callable, cast
 import numpy as np
-from tinygrad import Device, Tensor, TinyJit
+from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.helpers import GlobalCounters
+from tinygrad.nn.optim import Adam
 import atlas, kernels
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,36 @@ def speed() -> None:
             f"largest relative difference of outputs and gradients {worst:.1e}")
     print(f"{'':26s}peak memory of the process so far {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB", flush=True)
 
+# *** shared by the experiments below ***
+
+def unit(rng:np.random.Generator, *shape:int, shared:Any=0.0) -> np.ndarray:
+  """Random vectors of length 1; `shared` is a component that they have in common."""
+  return (x := rng.normal(size=shape) + shared) / np.linalg.norm(x, axis=-1, keepdims=True)
+
+def adam_step(weights:list[Tensor], losses:Callable[..., Tensor]) -> Callable[..., Tensor]:
+  """A jitted step of Adam for a batch of independent networks: step(rate, *x) gives losses(*x), (networks), before the step.  rate broadcasts
+  against the weights.  What descends is the sum of the losses: no network's gradient depends on another."""
+  adam = Adam(weights)
+  @TinyJit
+  def step(rate, *x):
+    adam.lr, loss = rate, losses(*x)
+    adam.zero_grad()
+    loss.sum().backward()
+    with Context(TRAINING=1): Tensor.realize(loss, *adam.schedule_step())
+    return loss
+  return step
+
+def picture(path:Path, panels:int, size:tuple[float, float], draw:Callable[[Any, Any], None]) -> None:
+  """draw(figure, axes) fills the panels of a row, `size` inches, where matplotlib is there."""
+  try: import matplotlib.pyplot as plt
+  except ImportError: return print("for the picture: pip install '.[plot]'")
+  figure, axes = plt.subplots(1, panels, figsize=size, sharey=True, squeeze=False, layout="constrained")
+  draw(figure, axes[0])
+  path.parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(path, dpi=110)
+  plt.close(figure)
+  print(f"written to {path}")
+
 # *** recall without training ***
 
 RULES: dict[str, dict] = {"Hebbian": dict(loss="dot"), "delta": {}, "Omega, window 16": dict(window=16), "delta, Muon": dict(optimizer="muon")}
@@ -81,10 +115,9 @@ def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:
   """N pairs of unit vectors to store, in a stream of T: keys, values (trials,T,d), whether a place writes (T), and what is to be known at the end,
   keys and values (trials,N,d).  correlated: all keys share a component, their cosines are about 1/2.  overwritten: half of the keys are given a
   second value, and the latest counts."""
-  def unit(*shape, shared=0.0): return (x := rng.normal(size=shape) + shared) / np.linalg.norm(x, axis=-1, keepdims=True)
-  keys = unit(trials, N, d, shared=rng.normal(size=(trials, 1, d)) if kind == "correlated" else 0.0)
-  values, again = unit(trials, N, d), N // 2 if kind == "overwritten" else 0
-  newer = unit(trials, again, d)
+  keys = unit(rng, trials, N, d, shared=rng.normal(size=(trials, 1, d)) if kind == "correlated" else 0.0)
+  values, again = unit(rng, trials, N, d), N // 2 if kind == "overwritten" else 0
+  newer = unit(rng, trials, again, d)
   stream = [np.concatenate([*z, np.zeros((trials, T - N - again, d))], axis=1) for z in ((keys, keys[:, :again]), (values, newer))]
   return [*stream, np.arange(T) < N + again, keys, np.concatenate([newer, values[:, again:]], axis=1)]
 
@@ -136,24 +169,165 @@ def recall(sizes:tuple[int, ...]=(8, 16, 32, 64), trials:int=4, seeds:int=3, rul
       columns = [" ".join(f"{x:.2f}" for x in row.mean(-1)) + f" (+-{row[-2].std():.2f})" for row in hits]
       print(f"{name:18s}{features:10s}" + "".join(f"{column:>34s}" for column in columns), flush=True)
   print(f"{time.perf_counter() - began:.0f} s")
-  try: import matplotlib.pyplot as plt
-  except ImportError: print("for the picture: pip install '.[plot]'")
-  else:
-    figure, axes = plt.subplots(1, len(KINDS), figsize=(11, 3.6), sharey=True, layout="constrained")
+  def draw(figure, axes):
     for (name, features), hits in found.items():
       style: Any = dict(color=f"C{list(RULES).index(name)}", linestyle={"identity": ":", "poly": "-", "exp": "--"}[features], marker=".")
-      for axis, kind, row in zip(axes, KINDS, hits): axis.plot(sizes, row.mean(-1), label=f"{name}, {features}", **style)
+      for axis, row in zip(axes, hits): axis.plot(sizes, row.mean(-1), label=f"{name}, {features}", **style)
     for axis, kind in zip(axes, KINDS):
       axis.set(title=f"{kind} keys", xlabel="pairs written once", xscale="log", xticks=sizes, xticklabels=sizes)
       axis.minorticks_off()
     axes[0].set(ylabel="values recalled", ylim=(0, 1.02))
     axes[-1].legend(fontsize=7, handlelength=4, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    figure.savefig(path := Path(folder) / "recall.png", dpi=110)
-    print(f"written to {path}")
+  picture(Path(folder) / "recall.png", len(KINDS), (11, 3.6), draw)
   return found
 
-EXPERIMENTS: dict[str, Callable[[], Any]] = {"speed": speed, "recall": recall}
+# *** learnability: which mappings a memory learns while it reads ***
+
+MAPPINGS, RATES = ("low-rank", "MLP", "attention + MLP", "attention outputs as inputs", "sliding window + MLP"), (3e-4, 1e-3, 3e-3, 1e-2)
+
+def mapped(rng:np.random.Generator, d:int, T:int, window:int) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Inputs and targets (T,d) for each of MAPPINGS (section 6.4), from Gaussian tokens.  Ranks of d/8, MLPs with one hidden layer."""
+  def matrix(rows, columns=d): return rng.normal(size=(rows, columns)) * rows ** -0.5
+  def mlp(x): return (z := x @ matrix(d)) * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z ** 3))) @ matrix(d)
+  def attention(x, reach):
+    q, k, v = [x @ matrix(d) for _ in range(3)]
+    lag = np.subtract.outer(np.arange(T), np.arange(T))
+    weights = np.where((lag >= 0) & (lag < reach), np.exp(q @ k.T * d ** -0.5), 0)
+    return weights / weights.sum(-1, keepdims=True) @ v
+  x, rank = rng.normal(size=(T, d)), max(1, d // 8)
+  after = mlp(mixed := attention(x, T))
+  return [(x, x @ matrix(d, rank) @ matrix(rank)), (x, mlp(x)), (x, after), (mixed, after), (x, mlp(attention(x, window)))]
+
+def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64, hidden_layers:int=2, expansion:int=1, folder:str="assets") -> np.ndarray:
+  """An MLP without biases is trained online, one step of Adam a token, on |M(i_t) - o_t|^2 / |o_t|^2 (section 6.4, Figure 6: there d=256 and a
+  window of 512, scaled down here with T).  Prints and plots that loss, before the step, against the position; returns it, (mappings, seeds, T).
+  All networks are one batch, (mappings, rates, seeds); one more seed only chooses each mapping's rate, by its mean loss."""
+  began, shape = time.perf_counter(), (len(MAPPINGS), len(RATES), 1 + seeds)
+  print(f"device {Device.DEFAULT}; d {d}, {hidden_layers} hidden layers of {expansion * d}, {T} tokens, sliding window {window}; {seeds} seeds, "
+        f"and one more that chooses the rate of {RATES}\n{'mapping':30s}{'rate':>8s}  mean loss of the last quarter", flush=True)
+  data = np.array([mapped(np.random.default_rng([seed, d]), d, T, window) for seed in range(1 + seeds)], np.float32)
+  stream = data.transpose(3, 2, 1, 0, 4)[:, :, :, None, :, None]             # (T, input or target, mappings, 1, seeds, 1, d)
+  rng, widths, weights = np.random.default_rng(0), [d, *[expansion * d] * hidden_layers, d], cast(list[Tensor], [])
+  for i, o in zip(widths, widths[1:]):                   # the last layer starts small: what attention gives is short, and 0 loses 1
+    w = rng.normal(size=(1 + seeds, i, o)) * (i ** -0.5 if len(weights) < hidden_layers else 1e-3)
+    weights.append(Tensor(np.broadcast_to(w, (*shape, i, o)).astype(np.float32)).realize())
+  def loss(x, target):
+    for w in weights[:-1]: x = (x @ w).gelu()
+    return (x @ weights[-1] - target).square().sum((-1, -2)) / target.square().sum((-1, -2))
+  step, rate = adam_step(weights, loss), Tensor(RATES).reshape(-1, 1, 1, 1).contiguous().realize()
+  losses = np.stack([step(rate, *[Tensor(np.ascontiguousarray(x)) for x in pair]).numpy() for pair in stream], axis=-1)
+  best = losses[:, :, 0].mean(-1).argmin(1)
+  found = losses[np.arange(len(MAPPINGS)), best, 1:]
+  ends = found[..., -(T // 4):].mean(-1)
+  for name, i, end in zip(MAPPINGS, best, ends): print(f"{name:30s}{RATES[i]:8.0e}  {end.mean():.3f} (+-{end.std():.3f})")
+  mean = ends.mean(-1)
+  print(f"low-rank is easiest: {'yes' if mean.argmin() == 0 else 'no, ' + MAPPINGS[mean.argmin()]}; attention outputs as inputs are learned faster "
+        f"than attention + MLP: {'yes' if found[3].mean() < found[2].mean() and mean[3] < mean[2] else 'no'}\n{time.perf_counter() - began:.0f} s")
+  def draw(figure, axes):
+    wide = max(1, T // 40)
+    for y in found.mean(1): axes[0].plot(np.arange(wide, T + 1), np.convolve(y, np.full(wide, 1 / wide), "valid"))
+    axes[0].set(xlabel="position", ylabel=f"loss, mean of {wide} tokens", ylim=(0, 1.1))
+    figure.legend(axes[0].lines, MAPPINGS, fontsize=8, frameon=False, loc="outside right upper")
+  picture(Path(folder) / "learnability.png", 1, (7.5, 3.6), draw)
+  return found
+
+# *** capacity: how many pairs a memory can hold at all ***
+
+def linear_capacity(d:int, degree:int, seeds:int, threshold:float) -> list[int]:
+  """The largest N, for each seed, whose N pairs W phi(k) fits by least squares with a squared error below `threshold` of the values'."""
+  cfg, found = atlas.Config(features="identity" if degree == 1 else "poly", degree=degree), []
+  D, a = kernels.feature_size(d, cfg.features, degree), Tensor([1 / math.factorial(i) for i in range(degree + 1)])
+  for seed in range(seeds):
+    keys, values = unit(np.random.default_rng([seed, d, degree]), 2, 2 * D, d)
+    x, stored, broken = kernels.phi(cfg, Tensor(keys.astype(np.float32)), a).numpy().astype(np.float64), 0, 2 * D
+    while broken - stored > 1:
+      N = (stored + broken) // 2
+      K = x[:N] @ x[:N].T
+      ridge = 1e-12 * np.trace(K)                        # features are float32: directions shorter than 1e-6 of all are rounding
+      errors = ridge * np.linalg.solve(K + ridge * np.eye(N), values[:N])    # values - W phi(k), 40 times as fast as by lstsq
+      stored, broken = (N, broken) if (errors ** 2).sum() < threshold * N else (stored, N)
+    found.append(stored)
+  return found
+
+def deep_capacity(d:int, hidden:int, seeds:int, threshold:float, steps:int) -> list[int]:
+  """The same for an mlp memory, as far as Adam finds it, on all pairs at once: N = hidden/2 ... 5/2 hidden by eighths, a batch of (sizes, seeds)."""
+  cfg, sizes = atlas.Config(memory="mlp", key_dim=d, value_dim=d), np.unique([hidden * i // 8 for i in range(4, 21)])
+  N, rng = int(sizes[-1]), np.random.default_rng([d, hidden])
+  made = *unit(rng, 2, seeds, N, d), rng.normal(size=(seeds, d, hidden)) * hidden ** -0.5, rng.normal(size=(seeds, hidden, d))
+  k, v, W1, W2 = [Tensor(np.stack([x] * len(sizes)).astype(np.float32)).realize() for x in made]
+  counts, W = Tensor(sizes.astype(np.float32)).reshape(-1, 1, 1).contiguous().realize(), {"W1": W1, "W2": W2}
+  def error():
+    said = kernels.apply(cfg, lambda name, x: x @ W[name].transpose(-1, -2), k, k)
+    return (Tensor.arange(N) < counts).where((said - v).square().sum(-1) / counts, 0).sum(-1)        # values have length 1
+  step = adam_step([W1, W2], error)
+  for i in range(steps): errors = step(Tensor([0.02 * (1 - i / steps)]).realize())
+  stores = np.logical_and.accumulate(errors.numpy() < threshold)             # and so do all smaller sizes
+  return np.append(0, sizes)[stores.sum(0)].tolist()
+
+def capacity(dims:tuple[int, ...]=(4, 8, 16), degrees:tuple[int, ...]=(1, 2, 3), deep:dict[int, tuple[int, ...]]={1: (8,), 2: (8,), 4: (4, 8, 16)},
+             seeds:int=3, threshold:float=0.01, steps:int=3000) -> dict[str, dict[int, list[int]]]:
+  """Prints how many random pairs of unit vectors, d_k = d_v = d, memories hold with a relative squared error below `threshold` (section
+  3.1, Theorem 1): linear in phi(k), and mlps of {expand: d}.  On unit keys |k|^2 = 1 makes C(d+p-2,p-2) of the C(d+p,p) monomials superfluous,
+  and the rest is what fits exactly.  Returns {memory: {d: N of each seed}}."""
+  began, found = time.perf_counter(), cast(dict[str, dict[int, list[int]]], {})
+  print(f"device {Device.DEFAULT}; error below {threshold:.0%}; {seeds} seeds; mlp: {steps} steps of Adam\n"
+        f"{'memory':18s}{'d':>4s}{'parameters/d':>14s}{'pairs N':>16s}{'N d/parameters':>16s}{'N/d^2':>8s}", flush=True)
+  def power(of): return np.polyfit(np.log(list(of)), np.log([np.mean(n) for n in of.values()]), 1)[0]
+  cases = [(f"linear, degree {p}", f"O(d_k^{p})", {d: math.comb(d + p, p) - (p == 1) for d in dims}, p) for p in degrees]
+  for name, claim, sizes, p in cases + [(f"mlp, expand {e}", "at least O(d_k d_v)", {d: 2 * e * d for d in of}, e) for e, of in deep.items()]:
+    held = found[name] = {}
+    for d, size in sizes.items():
+      held[d] = linear_capacity(d, p, seeds, threshold) if "linear" in name else deep_capacity(d, p * d, seeds, threshold, steps)
+      mean, spread = np.mean(held[d]), f"(+-{np.std(held[d]):.1f})"
+      print(f"{name:18s}{d:4d}{size:14d}{f'{mean:.1f} {spread}':>16s}{mean / size:16.2f}{mean / d ** 2:8.2f}", flush=True)
+    if len(sizes) == 1: continue
+    shown = power(held) > (power(sizes) if "linear" in name else 2) - 0.1
+    print(f"  N grows as d^{power(held):.2f}, parameters/d as d^{power(sizes):.2f}; {claim}: {'shown' if shown else 'not shown'}")
+  print(f"{time.perf_counter() - began:.0f} s")
+  return found
+
+# *** heatmap: what a memory knows of every pair, at every time ***
+
+PANELS: dict[str, tuple[dict, float, float]] = {         # settings, step, alpha
+  "window 1 (delta rule)": ({}, 1.0, 1.0),
+  "window 16 (Omega)": (dict(window=16), 0.1, 1.0),
+  "quadratic, window 16": (dict(window=16, features="poly"), 0.2, 1.0),
+  "quadratic, window 16, alpha 0.95": (dict(window=16, features="poly", forget=True), 0.2, 0.95),
+}
+
+def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict[str, np.ndarray]:
+  """N pairs with correlated keys (cosines of about 1/2) are written once each, in order, into linear memories (Eq. 9), a pair a token; after each,
+  every pair is asked for.  Errors |M_t(phi(k_n)) - v_n|^2 / |v_n|^2, mean of `draws`, (time t, pair n): printed in parts, shown as a picture."""
+  began, found = time.perf_counter(), cast(dict[str, np.ndarray], {})
+  print(f"device {Device.DEFAULT}; {N} pairs of {d}, mean of {draws} draws\n{'error of':34s}" +
+        "".join(f"{part:>16s}" for part in ("pairs just read", "end: first 8", "last 16 to 9", "last 8", "all")))
+  k, v = [Tensor(x[None].astype(np.float32)).realize() for x in recall_pairs(np.random.default_rng(0), "correlated", draws, N, d, N)[:2]]
+  def full(x, *more): return Tensor.full((1, draws, 1, *more), x).contiguous()
+  for name, (fields, eta, alpha) in PANELS.items():
+    cfg = atlas.Config(memory="linear", chunk=1, heads=draws, key_dim=d, value_dim=d, **fields)
+    weights = {"W": Tensor.zeros(draws, d, kernels.feature_size(d, cfg.features, 2)).contiguous(), "a": Tensor([0.0, 0.0, 1.0])}
+    def write(state, key, value):
+      _, state = kernels.memory(cfg, weights, key, key, value, full(alpha), full(1.0), full(eta), full(1.0, cfg.window), state)
+      return state, (kernels.recall(cfg, weights, state, k) - v).square().sum(-1).mean((0, 1))       # values have length 1
+    state, rows, step = kernels.for_batch(kernels.initial_state(cfg, weights, 1, d), 1), cast(list[np.ndarray], []), TinyJit(write)
+    state = {n: z.clone() for n, z in state.items()}     # a jit's inputs share no buffer
+    for t in range(N):
+      state, error = step(state, *[x[:, :, t:t + 1].clone() for x in (k, v)])
+      rows.append(error.numpy())
+    e = found[name] = np.stack(rows)
+    print(f"{name:34s}" + "".join(f"{x.mean():16.2f}" for x in (np.diag(e), e[-1, :8], e[-1, -16:-8], e[-1, -8:], e[-1])), flush=True)
+  print(f"{time.perf_counter() - began:.0f} s")
+  def draw(figure, axes):
+    for axis, (name, e) in zip(axes, found.items()):
+      image = axis.imshow(e, vmin=0, vmax=1, cmap="magma")
+      axis.set_title(name, fontsize=10)
+      axis.set(xlabel="pair n")
+    axes[0].set(ylabel="pairs written, t")
+    figure.colorbar(image, ax=axes, label="error of pair n (1: 1 or more)", pad=0.01)
+  picture(Path(folder) / "memory.png", len(found), (13, 3.6), draw)
+  return found
+
+EXPERIMENTS: dict[str, Callable[[], Any]] = {"speed": speed, "recall": recall, "learnability": learnability, "capacity": capacity, "heatmap": heatmap}
 
 if __name__ == "__main__":
   if len(sys.argv) != 2 or sys.argv[1] not in EXPERIMENTS:

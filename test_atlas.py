@@ -1130,6 +1130,30 @@ def test_the_recall_experiment_shows_what_windows_and_features_buy(tmp_path, cap
   printed = capsys.readouterr().out
   assert "0." in printed and ("pip install" in printed or (tmp_path / "recall.png").stat().st_size > 10_000)
 
+def test_the_learnability_experiment_learns_the_low_rank_mapping(tmp_path, capsys):
+  found = experiments.learnability(d=32, T=256, seeds=1, window=8, folder=str(tmp_path))
+  assert found.shape == (5, 1, 256) and found[0, 0, -64:].mean() < 0.8 * found[0, 0, :64].mean()
+  printed = capsys.readouterr().out
+  for name in experiments.MAPPINGS: assert re.search(rf"^{re.escape(name)} +[1-9]e-0\d +\d\.\d+ ", printed, re.M)
+  assert "low-rank is easiest" in printed
+
+def test_the_capacity_experiment_counts_what_least_squares_can_fit(capsys):
+  """On unit keys the 15 monomials of 4 components up to degree 2 have one sum, |k|^2, that is constant: 14 are left.  A network of 16 parameters
+  for 2 components holds 8 pairs at the most, and the 5 eighths that it tries first."""
+  found = experiments.capacity(dims=(4,), degrees=(1, 2), deep={2: (2,)}, seeds=1, threshold=1e-3, steps=400)
+  assert found["linear, degree 1"] == {4: [4]} and found["linear, degree 2"] == {4: [14]}
+  assert 2 <= found["mlp, expand 2"][2][0] <= 8 and "mlp, expand 2" in capsys.readouterr().out
+
+def test_the_heatmap_shows_storing_the_window_and_forgetting(tmp_path, capsys):
+  found = experiments.heatmap(N=24, draws=4, d=8, folder=str(tmp_path))
+  (delta, window, quadratic, forgets), n = found.values(), np.arange(1, 24)
+  for e in found.values(): assert e[n, n].mean() < e[n - 1, n].mean()        # lower than before the pair was written
+  assert np.diag(delta).max() < 1e-6                     # a step of 1 writes a pair exactly
+  assert window[n[:16] + 6, n[:16]].mean() < window[n[:16], n[:16]].mean() - 0.1          # the window goes on correcting a pair
+  assert forgets[-1, :6].mean() > quadratic[-1, :6].mean() + 0.1
+  printed = capsys.readouterr().out
+  assert all(name in printed for name in found) and ("pip install" in printed or (tmp_path / "memory.png").stat().st_size > 10_000)
+
 def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
   monkeypatch.setattr(experiments, "LAYERS", {"small": experiments.Layer(dict(window=2, chunk=4), 2, 4, 4, 1, 12, True)})
   experiments.speed()
