@@ -141,7 +141,10 @@ def preset(name:str="atlas", size:str="tiny", **fields) -> Config:
 
 @dataclass(frozen=True)
 class Init:
-  weight: float = 0.02        # std of embedding and gates: small next to a normalised input, so that gates start at their biases
+  gates: float = 0.02         # std of the gates' projection: small next to a normalised input, so that gates start at their biases
+  out_gate: float = 1.0       # bias of the gate on y, which starts open: around 0 its sign would differ from token to token, and scramble what was recalled
+  first: float = 0.1          # M_0's first layer is that times its parameter (of variance 1/columns): AdamW's steps move M_0 as well, and neither they
+                              # nor its initial noise may drown a write, which is small (eta's bound)
   alpha: float = 0.99         # forget gate: half of M_0 is left after 69 tokens; at 0.5 a chunk would erase it
   theta: float = 0.9          # momentum gate: the usual momentum
   gamma: float = 0.9          # window gates, before 1/c: a step weighs its window's tokens about alike
@@ -177,6 +180,10 @@ def memory_shapes(cfg:Config) -> dict[str, tuple[int, int, int]]:
   shapes = {"W1": (cfg.heads, cfg.value_dim, hidden), "W2": (cfg.heads, hidden, D)}
   return shapes | {"W3": shapes["W2"]} if cfg.memory == "gated" else shapes
 
+def has_residual(cfg:Config) -> bool:
+  """Whether the memory is [x +] something (method: where keys and values are of one size)."""
+  return cfg.memory != "linear" and cfg.key_dim == cfg.value_dim
+
 def gate_sizes(cfg:Config) -> dict[str, int]:
   """Columns of the gate projection, in order; a rule has no gates that it has no use for."""
   sizes = {"eta": cfg.heads, "gamma": cfg.heads * cfg.window}
@@ -188,7 +195,7 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
   def dense(out, inp, scale=1.0): return (out, inp), scale * inp ** -0.5
   def ones(n): return (n,), np.ones(1)
   H, d, dv, wide = cfg.heads, cfg.key_dim, cfg.value_dim, round(cfg.mlp_ratio * cfg.dim)
-  table: dict = {"embed": ((cfg.vocab, cfg.dim), INIT.weight), "norm": ones(cfg.dim)}
+  table: dict = {"embed": ((cfg.vocab, cfg.dim), cfg.dim ** -0.5), "norm": ones(cfg.dim)}
   into_stream = (2 * cfg.layers) ** -0.5                 # what is added to the residual stream: its variance does not grow with depth
   for i in range(cfg.layers):
     block: dict = {"norm1": ones(cfg.dim), "qkv": dense(H * (2 * d + dv), cfg.dim), "out": dense(cfg.dim, H * dv, into_stream),
@@ -199,8 +206,9 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
       if cfg.conv: block["conv"] = (cfg.conv, H * (2 * d + dv)), cfg.conv ** -0.5
       start = {"eta": INIT.eta, "gamma": INIT.gamma, "alpha": INIT.alpha, "theta": INIT.theta}
       bias = [math.log(start[g] / (1 - start[g])) for g, n in gate_sizes(cfg).items() for _ in range(n)]
-      block |= {"gates": ((len(bias), cfg.dim), INIT.weight), "gate_bias": ((len(bias),), np.array(bias)),
-                "out_norm": ones(dv), "out_gate": dense(H * dv, cfg.dim)}
+      block |= {"gates": ((len(bias), cfg.dim), INIT.gates), "gate_bias": ((len(bias),), np.array(bias)),
+                "out_norm": ones(dv), "out_gate": dense(H * dv, cfg.dim), "out_gate_bias": ((H * dv,), np.full(1, INIT.out_gate))}
+      if has_residual(cfg): block["out_skip"] = ones(dv)
       block |= {f"memory.{n}": (shape, shape[1 if n == "anchor_u" else 2] ** -0.5) for n, shape in memory_shapes(cfg).items() if 0 not in shape}
       if cfg.features == "exp": block["memory.scale"] = (H,), np.array([math.log(INIT.scale / (INIT.scale_bound - INIT.scale))])
       if cfg.features == "poly":                         # a_i = root_i^2: never negative; 1/i! makes phi(x).phi(y) the start of exp(x.y)
@@ -210,6 +218,7 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
       if cfg.mixer == "mag": near |= {"norm": ones(H * dv), "memory_norm": ones(H * dv)}
       else: near |= {"norm": ones(cfg.dim), "out": dense(cfg.dim, H * dv, into_stream if cfg.mixer == "mal" else 1.0)}
       if cfg.mixer == "mac": near |= {"read_q": dense(H * d, cfg.dim), "read_norm": ones(dv), "read_out": dense(cfg.dim, H * dv)}
+      if cfg.mixer == "mac" and has_residual(cfg): near["read_skip"] = ones(dv)
       block |= {f"attention.{n}": row for n, row in near.items()}
     table |= {f"layers.{i}.{n}": row for n, row in block.items()}
   return table
@@ -274,6 +283,8 @@ def causal_conv(x:Tensor, w:Tensor, tail:Tensor|None) -> tuple[Tensor, Tensor]:
 def memory_weights(p:dict, cfg:Config) -> dict[str, Tensor]:
   """M_0 and what belongs to it, as kernels.memory takes them."""
   weights = {n: w for n, w in p["memory"].items() if n not in ("a_root", "scale")}
+  first = {n for n in weights if n in ("W", "W2", "anchor_u")}
+  weights |= {n: weights[n] * INIT.first for n in first}
   if cfg.features == "poly": weights["a"] = p["memory"]["a_root"].square()
   return {n: Tensor.zeros(*shape) for n, shape in memory_shapes(cfg).items() if 0 in shape} | weights
 
@@ -281,13 +292,18 @@ def squared_length(p:dict, cfg:Config) -> Tensor:
   """exp: of a head's keys and queries, (H,1,1)."""
   return (INIT.scale_bound * p["memory"]["scale"].sigmoid()).reshape(cfg.heads, 1, 1)
 
+def answer(cfg:Config, y:Tensor, q:Tensor, norm:Tensor, skip:Tensor|None) -> Tensor:
+  """y = M(q) normalised, heads side by side: (B,H,T,value_dim) -> (B,T,H*value_dim).
+  differs from the paper: the two terms of a memory q + M'(q) are normalised apart, because q has length 1 and what one step stores 1/100 of it."""
+  return joined(rms_norm(y, norm) if skip is None else rms_norm(y - q, norm) + q * skip * cfg.key_dim ** 0.5)
+
 def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=None) -> tuple[Tensor, dict, Tensor]:
   """The memory behind its projections (method: Titans' block).  x (B,T,dim), normalised -> heads side by side (B,T,H*value_dim), state, eta."""
   B, T, H, after = *x.shape[:2], cfg.heads, {}
   z = linear(x, p["qkv"])
   if cfg.conv: z, after["conv"] = causal_conv(z, p["conv"], None if state is None else state["conv"])
-  q, k, v = split_heads(cfg, z.silu().contiguous())
-  q, k = unit(q), unit(k)                                # choice: before phi, and the same for both
+  q, k, v = split_heads(cfg, z.contiguous())
+  q, k, v = unit(q), unit(k), v.silu()                   # choice: before phi, the same for both, and without SiLU, which would make keys alike
   # differs from the paper: values are kept inside the unit ball, because no bound on eta is safe for values of any length
   v = (v * (v.square().sum(-1, keepdim=True) + 1).rsqrt()).contiguous()
 
@@ -302,8 +318,9 @@ def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=N
   if cfg.features == "exp":
     scale = squared_length(p, cfg)
     q, k, eta = q * scale.sqrt(), k * scale.sqrt(), eta * (-scale.squeeze(-1)).exp()
+  if has_residual(cfg) and cfg.loss == "l2": v = v + k   # so that the memory's own layers store v, as they do without [x +] (see answer)
   y, memory = kernels.memory(cfg, memory_weights(p, cfg), q, k, v, alpha, theta, eta, gamma, state, phase)             # (B,H,T,value_dim)
-  y = joined(rms_norm(y, p["out_norm"])) * linear(x, p["out_gate"]).silu()
+  y = answer(cfg, y, q, p["out_norm"], p.get("out_skip")) * (linear(x, p["out_gate"]) + p["out_gate_bias"]).silu()
   return y, after | {n: s for n, s in memory.items() if n != "position"}, eta.mean()
 
 @functools.cache
@@ -428,7 +445,8 @@ def segment(p:dict, cfg:Config, read:Tensor, q:Tensor, of_x:list[Tensor], place:
     longer = {name: z.pad(tuple((0, a - b) for a, b in zip(now[name].shape, z.shape))) for name, z in start.items()}           # exp may have grown
     start = {name: (place == 0).where(now[name], z) for name, z in longer.items()}
   elif place == 0: start = now
-  h = linear(joined(rms_norm(kernels.recall(cfg, memory_weights(p, cfg), start, read), near["read_norm"])), near["read_out"])
+  h = kernels.recall(cfg, memory_weights(p, cfg), start, read)
+  h = linear(answer(cfg, h, read, near["read_norm"], near.get("read_skip")), near["read_out"])
   of_h = [heads_of(cfg, z) for z in linear(h, near["qkv"][H * d:].contiguous()).split([H * d, H * cfg.value_dim], dim=-1)]
   turns, column = _rope_table(w, d, cast(str, q.device)), Tensor.arange(w).reshape(w, 1)
   if isinstance(place, Tensor):
@@ -459,7 +477,7 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, di
     memory, start, cache = {n: z.contiguous() for n, z in begin.items() if n != "position"}, {}, {}
   else: memory, start, cache = [{n: z for n, z in cast(dict, part(state, name)).items() if n != "position"} for name in HELD]
   known = kernels.read_position({"position": position})  # None only while a jit is captured
-  read_q = unit(heads_of(cfg, linear(x, p["attention"]["read_q"]).silu()))
+  read_q = unit(heads_of(cfg, linear(x, p["attention"]["read_q"])))
   if cfg.features == "exp": read_q = read_q * squared_length(p, cfg).sqrt()
   queries = [read_q, *split_heads(cfg, linear(x, p["attention"]["qkv"]).contiguous())]
   done, outs = 0, cast(list[list], [])

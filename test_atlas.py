@@ -489,13 +489,15 @@ def mac_by_definition(p, cfg, x):
   def norm(z): return z / np.sqrt((z * z).mean(-1, keepdims=True) + 1e-6)
   def heads(z): return z.reshape(len(z), H, z.shape[-1] // H)
   def split(z): return [heads(part) for part in np.split(z, [H * d, 2 * H * d], axis=-1)]
-  weights = [{n: p[f"memory.{n}"][h] for n in ("W1", "W2")} for h in range(H)]
+  weights = [{"W1": p["memory.W1"][h], "W2": p["memory.W2"][h] * atlas.INIT.first} for h in range(H)]
   def inputs(y, h):
     """What the memory of head h takes, of all tokens y."""
-    q, k, v = [z[:, h] for z in split(silu(y @ p["qkv"].T))]
+    q, k, v = [z[:, h] for z in split(y @ p["qkv"].T)]
+    q, k, v = unit(q), unit(k), silu(v)
     gates = np.split(sigmoid(y @ p["gates"].T + p["gate_bias"]), [H, H + H * cfg.window, 2 * H + H * cfg.window], axis=-1)
     eta, gamma, alpha, theta = gates[0][:, h] * atlas.INIT.eta_l2 / cfg.chunk, heads(gates[1])[:, h] / cfg.window, gates[2][:, h], gates[3][:, h]
-    return unit(q), unit(k), v / np.sqrt(1 + (v * v).sum(-1, keepdims=True)), alpha, theta, eta, gamma * (1 - theta)[:, None]
+    return q, k, k + v / np.sqrt(1 + (v * v).sum(-1, keepdims=True)), alpha, theta, eta, gamma * (1 - theta)[:, None]
+  def answer(y, q, name): return norm(y - q) * p[f"{name}_norm"] + d ** 0.5 * q * p[f"{name}_skip"]
   def memory_read(h, query, past):
     """M(query) after the tokens `past`."""
     if not len(past): return recall(cfg, weights[h], query, query)
@@ -503,8 +505,8 @@ def mac_by_definition(p, cfg, x):
     return oracle(cfg, weights[h], np.concatenate([q[:-1], query[None]]), *rest)[-1]
   for start in range(0, len(x), w):
     xs, before = x[start:start + w], np.array(ys)
-    queries = unit(heads(silu(xs @ p["attention.read_q"].T)))
-    hs = np.stack([[norm(memory_read(h, query[h], before)) * p["attention.read_norm"] for h in range(H)] for query in queries])
+    queries = unit(heads(xs @ p["attention.read_q"].T))
+    hs = np.stack([[answer(memory_read(h, query[h], before), query[h], "attention.read") for h in range(H)] for query in queries])
     hs = hs.reshape(len(xs), -1) @ p["attention.read_out"].T
     (_, pk, pv), (_, hk, hv), (q, xk, xv) = [split(z @ p["attention.qkv"].T) for z in (p["attention.persist"], hs, xs)]
     for i in range(len(xs)):
@@ -515,8 +517,8 @@ def mac_by_definition(p, cfg, x):
         y.append(np.exp(scores) @ np.concatenate([pv[:, h], hv[:i + 1, h], xv[:i + 1, h]]) / np.exp(scores).sum())
       ys.append(norm(p["attention.out"] @ np.concatenate(y)) * p["attention.norm"])
   stored = np.array(ys)
-  m = np.stack([norm(oracle(cfg, weights[h], *inputs(stored, h))) * p["out_norm"] for h in range(H)], axis=1).reshape(len(x), -1)
-  return stored * ((m * silu(stored @ p["out_gate"].T)) @ p["out"].T)
+  m = [answer(oracle(cfg, weights[h], *given), given[0], "out") for h in range(H) for given in [inputs(stored, h)]]
+  return stored * ((np.concatenate(m, axis=1) * silu(stored @ p["out_gate"].T + p["out_gate_bias"])) @ p["out"].T)
 
 @pytest.mark.parametrize("persist", [2, 0])
 def test_memory_as_context_is_its_definition(persist):
