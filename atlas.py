@@ -142,8 +142,9 @@ def preset(name:str="atlas", size:str="tiny", **fields) -> Config:
 @dataclass(frozen=True)
 class Init:
   gates: float = 0.02         # std of the gates' projection: small next to a normalised input, so that gates start at their biases
-  out_gate: float = 1.0       # bias of the gate on y, which starts open: around 0 its sign would differ from token to token, and scramble what was recalled
-  first: float = 0.1          # M_0's first layer is that times its parameter (of variance 1/columns): AdamW's steps move M_0 as well, and neither they
+  out_gate: float = 1.0       # bias of the gate on y, which starts open: around 0 its sign would differ from token to token and scramble what was
+                              # recalled
+  first: float = 0.1          # M_0's first layer is that times its parameter (of variance 1/columns): AdamW's steps move M_0 too, and neither they
                               # nor its initial noise may drown a write, which is small (eta's bound)
   alpha: float = 0.99         # forget gate: half of M_0 is left after 69 tokens; at 0.5 a chunk would erase it
   theta: float = 0.9          # momentum gate: the usual momentum
@@ -242,11 +243,15 @@ def unflatten(flat:dict) -> dict:
   return tree
 
 def init(cfg:Config, seed:int=0) -> dict:
-  """The slow weights as a nested dict of float32 Tensors; a pure function of (cfg, seed), each tensor of its name and seed alone."""
+  """The slow weights as a nested dict of float32 Tensors; a pure function of (cfg, seed)."""
+  return filled(layout(cfg), seed)
+
+def filled(table:dict, seed:int) -> dict:
+  """A table like layout's as a nested dict of float32 Tensors, each of its name and seed alone."""
   def values(name, shape, fill):
     if isinstance(fill, np.ndarray): return np.broadcast_to(fill, shape).astype(np.float32)
     return np.random.default_rng([seed, *name.encode()]).standard_normal(shape, dtype=np.float32) * np.float32(fill)
-  return unflatten({name: Tensor(np.ascontiguousarray(values(name, *row))).realize() for name, row in layout(cfg).items()})
+  return unflatten({name: Tensor(np.ascontiguousarray(values(name, *row))).realize() for name, row in table.items()})
 
 # *** the model, from the inside out.  x: the residual stream (B,T,dim) ***
 
@@ -501,8 +506,8 @@ def block(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, 
   gate, value = linear(rms_norm(x, p["norm2"]), p["mlp_in"]).contiguous().chunk(2, dim=-1)
   return (x + linear(gate.silu() * value, p["mlp_out"])).contiguous(), state, eta
 
-def run(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-  """forward, and the mean memory step eta over blocks, heads and tokens."""
+def hidden(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+  """What the blocks make of the tokens, normalised (B,T,dim); the state; the mean memory step eta over blocks, heads and tokens."""
   x = params["embed"][tokens].contiguous()               # (B,T,dim)
   position = Tensor(0, dtype=dtypes.int32, device=x.device) if state is None else state["position"]
   after, etas = {"position": (position + cast(int, tokens.shape[1])).clone()}, []
@@ -511,15 +516,15 @@ def run(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None=Non
     x, layer, eta = block(params["layers"][str(i)], cfg, x, mine)
     after |= {f"{i}.{n}": s for n, s in layer.items()}
     etas.append(eta)
-  return linear(rms_norm(x, params["norm"]), params["embed"]).float(), after, Tensor.stack(*etas).mean()
+  return rms_norm(x, params["norm"]), after, Tensor.stack(*etas).mean()
 
 def forward(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
   """tokens (B,T) of whole numbers below vocab, T >= 1 -> logits (B,T,vocab) float32, and the state after the last token.
 
   state: what an earlier call returned; forward(a), then forward(b, state) equals forward(a + b).  It is a flat dict of Tensors (so TinyJit
   takes it as it is), never changed in place; a step of one token may be jitted, and room(cfg, state) says for how long."""
-  logits, after, _ = run(params, cfg, tokens, state)
-  return logits, after
+  x, after, _ = hidden(params, cfg, tokens, state)
+  return linear(x, params["embed"]).float(), after
 
 def room(cfg:Config, state:dict[str, Tensor]) -> int|None:
   """How many tokens in all the state has place for before a jitted step must be captured again; None: no end."""

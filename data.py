@@ -3,7 +3,7 @@
 Without `data=`, the text is Python's own standard library: every machine that runs this has it, offline.  The last tenth is for validation.
 `python data.py TASK [key=value ...]` prints two examples of a task."""
 from __future__ import annotations
-import functools, hashlib, inspect, os, re, sys, sysconfig, uuid
+import functools, hashlib, inspect, json, os, re, sys, sysconfig, uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator
@@ -328,6 +328,84 @@ def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str
 
 TASKS = {f.__name__: f for f in (mqar, copy, in_context_recall, noisy_recall, fuzzy_recall, selective_copying, compression, memorization, niah, babi)}
 BYTE_TASKS = ("niah", "babi")
+HELD_OUT = 1 << 32                                       # training takes the examples from index 0 on, evaluation those from here on
+# What a task is evaluated at beyond its own settings: factors, and for shortest its value.
+BEYOND: dict[str, list[dict]] = {
+  "mqar": [dict(pairs=2, again=2, length=2), dict(length=2), dict(length=4)], "fuzzy_recall": [dict(shortest=3), dict(shortest=3, length=2)],
+  "selective_copying": [dict(length=2), dict(copies=2, length=2)], "compression": [], "niah": [dict(length=n) for n in (2, 4, 8, 16)],
+  "babi": [dict(length=n) for n in (2, 4, 8)]}
+
+@dataclass(frozen=True)
+class Task:
+  """A task with its settings, length and vocab among them."""
+  name: str
+  settings: dict
+  vocab: int
+  is_bytes: bool
+  def batch(self, rows:int, seed:int, index:int, **other) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels (rows, length), -100: not scored; other: settings in place of its own."""
+    return TASKS[self.name](rows, seed, index, **self.settings | other)
+  def variants(self) -> list[dict]:
+    """The settings to evaluate at: its own, then those beyond, as far as the task can be made with them."""
+    found: list[dict] = [{}]
+    for row in BEYOND.get(self.name, [dict(length=2), dict(length=4)]):
+      other = {n: by if n == "shortest" else self.settings[n] * by for n, by in row.items()}
+      try: self.batch(1, 0, 0, **other)
+      except ValueError: continue
+      found.append(other)
+    return found
+
+def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
+  """The task of `task=spec`: its name, then settings as in mqar:pairs=32,again=8; length and vocab may come from their own keys.  ValueError."""
+  name, _, words = spec.partition(":")
+  made, settings = task_settings(name, [w for w in words.split(",") if w])
+  known = {n: p.default for n, p in inspect.signature(made).parameters.items() if p.default is not p.empty}
+  for key, x in (("length", length), ("vocab", vocab)):
+    if x is not None and settings.get(key, x) != x: raise ValueError(f"{key}={x} contradicts task={spec}: give one of them")
+    if x is not None and key in known: settings[key] = x
+  if "seed" in settings: raise ValueError(f"task={spec}: seed is a key of its own: give seed={settings['seed']}")
+  settings = known | settings
+  found = Task(name, settings, settings.get("vocab", max(vocab or 256, 256)), name in BYTE_TASKS)
+  found.batch(1, 0, 0)
+  return found
+
+# *** lines of JSON for evaluation ***
+
+def _is_word(x) -> bool: return isinstance(x, str) and bool(x.strip())
+
+def _sound(row) -> str:
+  """The kind of a line: choice, recall or last.  ValueError says what is wrong with it."""
+  if not isinstance(row, dict): raise ValueError("is not an object")
+  if "choices" in row:
+    context, choices, answer = row.get("context"), row["choices"], row.get("answer")
+    if not isinstance(context, str) or not isinstance(row.get("suffix", ""), str): raise ValueError("context (or suffix) is not text")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_word, choices)): raise ValueError("choices is no list of texts")
+    if not (answer in choices if isinstance(answer, str) else type(answer) is int and 0 <= answer < len(choices)):
+      raise ValueError("answer is neither one of the choices nor the number of one, from 0")
+    return "choice"
+  if "question" in row:
+    if not isinstance(row.get("context"), str) or not _is_word(row["question"]): raise ValueError("context or question is not text")
+    if not isinstance(row.get("answers"), list) or not row["answers"] or not all(map(_is_word, row["answers"])):
+      raise ValueError("answers is not a list of texts")
+    return "recall"
+  if not isinstance(row.get("text"), str) or len(row["text"].split()) < 2:
+    raise ValueError("has neither choices, nor question, nor a text of two words or more")
+  return "last"
+
+def json_lines(path:Path, skip_bad:bool=False) -> tuple[list[tuple[str, dict]], int]:
+  """(kind, line) of every line that is not blank, and how many bad ones were skipped.  ValueError names the first bad line and what is wrong."""
+  found, skipped = list[tuple[str, dict]](), 0
+  try: lines = path.read_bytes().split(b"\n")
+  except OSError as e: raise ValueError(f"data={path} cannot be read ({e.strerror}): give another path") from None
+  for n, line in enumerate(lines, 1):
+    if not line.strip(): continue
+    try: found.append((_sound(row := json.loads(line)), row))
+    except (ValueError, RecursionError) as e:
+      what = "is not JSON in UTF-8" if isinstance(e, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)) else str(e)
+      if not skip_bad: raise ValueError(f"data={path}, line {n} {what}: mend it, or leave such lines out with skip_bad=1") from None
+      skipped += 1
+  if not found: raise ValueError(f"data={path} has no line to evaluate: give one with context, choices and answer, for example")
+  return found, skipped
 
 def task_settings(name:str, words:list[str]) -> tuple[Callable, dict]:
   """The task of that name, and its settings from words like pairs=3 (seed is one of them).  ValueError for what it does not have or cannot be."""

@@ -1,4 +1,4 @@
-"""Train, resume, sample and evaluate: python train.py [key=value ...]; --help lists every key.
+"""Train, resume, sample and evaluate, on text and on tasks: python train.py [key=value ...]; --help lists every key.
 
 With no arguments it trains the small `atlas` preset on the source text of Python's own library and lets it speak."""
 from __future__ import annotations
@@ -23,10 +23,11 @@ FORMAT = "atlas-1"
 @dataclass(frozen=True)
 class Run:
   """The command's own settings; a model's are those of atlas.Config."""
-  mode: str = "train"           # train | sample | eval | bench | params
+  mode: str = "train"           # train | sample | eval | bench | plot | params
   preset: str = "atlas"         # named model, see atlas.PRESETS
   size: str = "tiny"            # tiny | 170m | 340m | 760m | 1.3b
-  data: str = "python"          # text: python (the standard library's source), a file, a folder, or a .bin token file
+  data: str = "python"          # text: python (the standard library's source), a file, a folder, or a .bin token file; eval: .jsonl too
+  task: str = ""                # in place of text: mqar:pairs=32,again=8 for example (python data.py lists them); ends early at 99% right
   out: str = "out"              # folder of checkpoints and log.csv
   resume: bool = False          # continue from the newest checkpoint in out
   init_from: str = ""           # a checkpoint to take the weights from, at step 0
@@ -44,15 +45,18 @@ class Run:
   presets: str = ""             # bench: presets to time, a,b,... (empty: preset)
   lengths: str = ""             # bench: lengths to time, n,m,... (empty: length)
   prompt: str = ""              # sample: text to continue (empty: "def "); comma-separated ids with token files (empty: 0)
-  tokens: int = 0               # sample: tokens to generate (0: 200); eval: validation tokens to read (0: 65,536, as training does)
+  tokens: int = 0               # sample: tokens to generate (0: 200); eval: tokens to read, of text or for each setting of a task (0: 65,536)
+  skip_bad: bool = False        # eval: leave out lines of a .jsonl file that are malformed
   temperature: float = 0.8      # sample: 0 takes the likeliest token
   top_k: int = 40               # sample: choose among that many (0: all)
 
 VALIDATION_TOKENS = 65_536
-MODES = ("train", "sample", "eval", "bench", "params")
+SOLVED = 0.99                 # share of a task's places right at which training ends
+ANSWER_TOKENS = 48            # longest answer that is generated in evaluation
+MODES = ("train", "sample", "eval", "bench", "plot", "params")
 LEAST = {"batch": 1, "length": 1}                      # every other number of Run is at least 0
 FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets", "lengths", "prompt", "tokens", "temperature",
-        "top_k"}
+        "top_k", "skip_bad"}
 QUIET = FREE - {"steps", "init_from"}                  # keys that leave the result of training as it is
 
 # *** the command line ***
@@ -144,18 +148,27 @@ def read_meta(path:Path) -> dict:
     return {"step": int(meta["step"]), **{k: json.loads(meta[k]) for k in ("config", "run", "text")}}
   except Exception: raise ValueError(f"{path} is not a checkpoint of this project, or is damaged: move it away or name another") from None
 
-def read_weights(path:Path, cfg:atlas.Config) -> dict[str, Tensor]:
-  """A checkpoint's slow weights by flat name, checked against the settings' shapes."""
+def layout(run:Run, cfg:atlas.Config) -> dict:
+  """atlas.layout, and for task=compression its decoder (see predictions)."""
+  if run.task.partition(":")[0] != "compression": return atlas.layout(cfg)
+  wide = round(cfg.mlp_ratio * cfg.dim)
+  shapes = {"position": (run.length, cfg.dim), "in": (2 * wide, cfg.dim), "out": (cfg.dim, wide)}
+  return atlas.layout(cfg) | {f"decoder.{n}": (shape, shape[1] ** -0.5) for n, shape in shapes.items()}
+
+def read_weights(path:Path, table:dict) -> dict[str, Tensor]:
+  """A checkpoint's slow weights by flat name, checked against the settings' shapes (of `layout`)."""
   tensors = safe_load(path)
   found = {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}
-  if extra := found.keys() - atlas.layout(cfg).keys(): raise ValueError(f"{path} has a weight {min(extra)} that the settings do not ask for")
-  for name, (shape, _) in atlas.layout(cfg).items():
+  if extra := found.keys() - table.keys(): raise ValueError(f"{path} has a weight {min(extra)} that the settings do not ask for")
+  for name, (shape, _) in table.items():
     if name not in found: raise ValueError(f"{path} has no weight {name}: it was made with other settings")
     if found[name].shape != shape:
       raise ValueError(f"{path}: {name} has shape {found[name].shape}, the settings ask for {shape}: give the settings it was made with")
-  return {n: Tensor(found[n].numpy()).realize() for n in atlas.layout(cfg)}
+  return {n: Tensor(found[n].numpy()).realize() for n in table}
 
-def identity(text:data.Text) -> dict: return {"is_bytes": text.is_bytes, "tokens": len(text.train) + len(text.val), "val_sha256": text.digest}
+def identity(source:data.Text|data.Task) -> dict:
+  if isinstance(source, data.Task): return {"is_bytes": source.is_bytes, "task": source.name} | source.settings
+  return {"is_bytes": source.is_bytes, "tokens": len(source.train) + len(source.val), "val_sha256": source.digest}
 
 # *** training ***
 
@@ -176,12 +189,22 @@ def rate(run:Run, step:int) -> float:
   done = (step - run.warmup) / max(1, run.steps - run.warmup)
   return run.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
 
+def predictions(params:dict, cfg:atlas.Config, x:Tensor) -> tuple[Tensor, Tensor]:
+  """Logits (B,T,vocab) for the labels of x, and the mean memory step.  For task=compression they are said by a decoder, an MLP that is given the
+  model's state at the last token and a position (MAD)."""
+  h, _, eta = atlas.hidden(params, cfg, x)
+  if near := params.get("decoder"):
+    z = (h[:, -1:] + near["position"]).contiguous()
+    gate, value = atlas.linear(z, near["in"]).contiguous().chunk(2, dim=-1)
+    h = z + atlas.linear(gate.silu() * value, near["out"])
+  return atlas.linear(h, params["embed"]).float(), eta
+
 def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:float) -> Callable:
   """A jitted x, y (batch,length) -> loss (nats), gradient norm before clipping (0: none), mean memory step.  The learning rate is in a buffer."""
   weights = list(get_state_dict(params).values())
   @TinyJit
   def step(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits, _, eta = atlas.run(params, cfg, x)
+    logits, eta = predictions(params, cfg, x)
     loss = atlas.cross_entropy(logits, y)
     grads = [g.contiguous() for g in loss.gradient(*weights)]
     norm = Tensor.stack(*[g.square().sum() for g in grads]).sum().sqrt()
@@ -198,8 +221,8 @@ def cache_key(run:Run, cfg:atlas.Config) -> str:
   flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")][:1] if Path("/proc/cpuinfo").exists() else []
   sources = [hashlib.sha256(Path(cast(str, m.__file__)).read_bytes()).hexdigest() for m in (kernels, atlas, sys.modules[__name__])]
   tinygrad = [importlib.metadata.version("tinygrad"), {k: v.value for k, v in ContextVar._cache.items() if k not in ("DEBUG", "CACHELEVEL")}]
-  what = [dataclasses.asdict(cfg), run.batch, run.length, run.weight_decay, run.clip, sources, tinygrad, sys.version, platform.platform(), flags,
-          Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target)]
+  what = [dataclasses.asdict(cfg), list(layout(run, cfg)), run.batch, run.length, run.weight_decay, run.clip, sources, tinygrad, sys.version,
+          platform.platform(), flags, Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target)]
   return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
 
 class Step(NamedTuple):
@@ -257,6 +280,58 @@ def quarters(curve:np.ndarray) -> list[tuple[str, float]]:
   names = ("first quarter", "second quarter", "third quarter", "last quarter")
   return [(name, float(q.mean())) for name, q in zip(names, np.array_split(curve, 4)) if len(q)]
 
+def score(params:dict, cfg:atlas.Config, task:data.Task, other:dict, rows:int, seed:int, tokens:int) -> dict[str, float]:
+  """A task's held-out examples, about `tokens` tokens of them and at least 32, with the settings `other` in place of its own.
+  bits: mean loss of a scored place; micro: share of the places right; macro: its mean over the labels that occur; exact: share of the examples
+  with all places right; answer, for tasks in bytes: share of the answers that count, spoken freely (see judged)."""
+  @TinyJit
+  def say(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor]:
+    logits = predictions(params, cfg, x)[0]
+    return logits.argmax(-1).cast("int32").realize(), atlas.token_losses(logits, y).realize()
+  answer = speaker(params, cfg) if task.is_bytes else None
+  right, all_right, losses, labels, spoken = cast(tuple[list, ...], tuple([] for _ in range(5)))
+  count = -(-max(32, tokens // task.batch(1, 0, 0, **other)[0].shape[1]) // rows)
+  for i in tqdm(range(count), desc="held out", unit="batch", leave=False, disable=count < 2):
+    x, y = task.batch(rows, seed, data.HELD_OUT + i, **other)
+    said, lost = [z.numpy() for z in say(Tensor(x), Tensor(y))]
+    scored, hit = y >= 0, said == y
+    right, labels, losses = [*right, hit[scored]], [*labels, y[scored]], [*losses, lost[scored]]
+    all_right.append((hit | ~scored).all(1))
+    if answer:
+      start = data.prompt_length(y)
+      for prompt, text, label in zip(x[:, :start], answer(x[:, :start], ANSWER_TOKENS), y):
+        spoken.append(judged(task, bytes(prompt.tolist()), text, bytes(label[label >= 0].tolist()).decode().strip()))
+  hits, of, bits = np.concatenate(right), np.concatenate(labels), np.concatenate(losses).astype(np.float64).mean() / math.log(2)
+  macro = np.mean([hits[of == label].mean() for label in np.unique(of)])
+  found = dict(bits=bits, micro=hits.mean(), macro=macro, exact=np.concatenate(all_right).mean())
+  return {n: float(z) for n, z in (found | (dict(answer=np.mean(spoken)) if answer else {})).items()}
+
+def judged(task:data.Task, prompt:bytes, text:str, target:str) -> bool:
+  """Whether an answer counts: niah, it contains the value; babi, of the labels that the question does not name it names the target alone."""
+  if task.name == "niah": return target.lower() in text.lower()
+  question = prompt.split(b"\n")[-1].decode()
+  return {w for w in data.BABI_LABELS[task.settings["question"]] if w in text and w not in question} == {target}
+
+def table(params:dict, cfg:atlas.Config, task:data.Task, run:Run, variants:list[dict]) -> list[dict]:
+  """Prints and returns what `score` finds for every variant of the task."""
+  found:list[dict] = []
+  for other in variants:
+    name = ",".join(f"{n}={x}" for n, x in other.items()) or "as trained"
+    found_here = score(params, cfg, task, other, run.batch, run.seed, run.tokens or VALIDATION_TOKENS)
+    row = {"setting": name} | {n: f"{x:.4f}" for n, x in found_here.items()}
+    if not found: print("".join(f"{n:>24s}" if n == "setting" else f"{n:>9s}" for n in row))
+    print("".join(f"{x:>24s}" if n == "setting" else f"{x:>9s}" for n, x in row.items()), flush=True)
+    found.append(row)
+  return found
+
+def write_rows(path:Path, rows:list[dict]) -> None:
+  """A .csv file, whole or not at all."""
+  with path.with_suffix(".tmp").open("w", newline="") as file:
+    writer = csv.DictWriter(file, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+  path.with_suffix(".tmp").replace(path)
+
 def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
   """A rough count of the bytes that a training step holds: weights, gradients and moments, and what the backward pass keeps."""
   weights = atlas.parts(cfg)["total"] * 4 * 6
@@ -292,11 +367,12 @@ def open_log(out:Path, step:int):
   writer.writerows([LOG, *kept])
   return file, writer, float(kept[-1][-1]) if kept else 0.0
 
-def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band:bool, stop:Stop) -> int:
+def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, start:Path|None, check_band:bool, stop:Stop) -> int:
   """Trains from `start` (a checkpoint) or from scratch; saves, validates, samples.  Returns the exit code."""
   out, step, began = Path(run.out), read_meta(start)["step"] if start else 0, time.perf_counter()
-  params = atlas.unflatten(read_weights(start, cfg)) if start else atlas.init(cfg, run.seed)
-  if run.init_from and not start: params = atlas.unflatten(read_weights(Path(os.path.expanduser(run.init_from)), cfg))
+  weights = layout(run, cfg)
+  params = atlas.unflatten(read_weights(start, weights)) if start else atlas.filled(weights, run.seed)
+  if run.init_from and not start: params = atlas.unflatten(read_weights(Path(os.path.expanduser(run.init_from)), weights))
   optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
   if start:
     saved = safe_load(start)
@@ -313,7 +389,7 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
     out.rename(f"{out}.{n}")
     print(f"moved the earlier run to {out}.{n}")
   out.mkdir(parents=True, exist_ok=True)
-  meta = {"config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": identity(text)}
+  meta = {"config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": identity(source)}
   def save_now(): save(out, step, {f"weights.{n}": p for n, p in flat.items()} | optimizer_state(optimizer), meta)
   def not_finite(what:str, bad:int) -> int:
     """The weights after step `bad` gave a loss or gradient that is not finite: their checkpoint, if this run wrote one, is no good."""
@@ -324,18 +400,22 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
     return 1
 
   per_step, first = run.batch * run.length, step
-  unit, validate, curve = "byte" if text.is_bytes else "token", evaluator(params, cfg, text.val, run.batch, run.length), None
+  text, curve, solved = source if isinstance(source, data.Text) else None, cast(np.ndarray|None, None), False
+  unit = "label" if isinstance(source, data.Task) else "byte" if source.is_bytes else "token"
+  validate = evaluator(params, cfg, text.val, run.batch, run.length) if text else None
+  def batch(i:int):
+    return source.batch(run.batch, run.seed, i) if isinstance(source, data.Task) else data.batch(source.train, run.batch, run.length, run.seed, i)
   log, writer, before = open_log(out, step)
   saved_at = step if start else -1
   print(f"the compiled step is in {cache_folder()}" if found else
         "compiling: the first two steps take half a minute or so, and the time left is known after the third")
   with Context(TRAINING=1), log, tqdm(total=run.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1) as bar:
-    while step < run.steps and not stop.asked:
+    while step < run.steps and not stop.asked and not solved:
       tick = time.perf_counter()
       lr = rate(run, step)
       for group in optimizer.optimizers: group.lr.assign(Tensor([lr])).realize()
       GlobalCounters.reset()
-      loss, norm, eta = [float(t.item()) for t in train_step(*map(Tensor, data.batch(text.train, run.batch, run.length, run.seed, step)))]
+      loss, norm, eta = [float(t.item()) for t in train_step(*map(Tensor, batch(step)))]
       step += 1
       if not (math.isfinite(loss) and math.isfinite(norm)):
         bar.close()
@@ -346,7 +426,11 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
         bar.write(f"compiled in {time.perf_counter() - began - seconds:.0f} s: {GlobalCounters.kernel_count:,} kernels and "
                   f"{GlobalCounters.global_ops / 1e9:.2f} GFLOP a step, {per_step / seconds:.0f} tokens/s")
       due = run.eval_every and (step % run.eval_every == 0 or step == run.steps)
-      curve = validate(VALIDATION_TOKENS) if due else None
+      curve = validate(VALIDATION_TOKENS) if due and validate else None
+      if due and isinstance(source, data.Task):
+        now = score(params, cfg, source, {}, run.batch, run.seed, VALIDATION_TOKENS // 4)
+        curve, solved = np.array([now["bits"]]), now["micro"] >= SOLVED
+        bar.write(f"step {step}: held-out examples: " + ", ".join(f"{n} {x:.3f}" for n, x in now.items()))
       writer.writerow([step, step * per_step, f"{loss:.6f}", "" if curve is None else f"{curve.mean():.6f}", f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}",
                        f"{per_step / seconds:.1f}", f"{before + time.perf_counter() - began:.2f}"])
       log.flush()
@@ -357,15 +441,18 @@ def train(run:Run, cfg:atlas.Config, text:data.Text, start:Path|None, check_band
         save_now()
         saved_at = step
     if saved_at != step: save_now()
-  if stop.asked and step < run.steps:
+  if stop.asked and step < run.steps and not solved:
     print(f"stopped at step {step}, saved: continue with resume=1")
     return 0
 
-  if curve is not None:
-    if not np.isfinite(curve).all(): return not_finite(f"the validation loss after step {step}", step)
+  if curve is not None and not np.isfinite(curve).all(): return not_finite(f"the validation loss after step {step}", step)
+  if solved and step < run.steps: print(f"{SOLVED:.0%} right after {step} steps: done early")
+  if isinstance(source, data.Task): write_rows(out / "accuracy.csv", table(params, cfg, source, run, source.variants()))
+  elif curve is not None and text:
+    write_rows(out / "positions.csv", [{"position": i + 1, "bits": f"{x:.6f}"} for i, x in enumerate(curve)])
     print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
     print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
-  if not stop.asked: sample(run, cfg, params, text.is_bytes)
+  if not stop.asked and text: sample(run, cfg, params, text.is_bytes)
   print(f"{time.perf_counter() - began:.0f} s in all; checkpoint: {checkpoints(out)[-1]}")
   if check_band and curve is not None and not BAND[0] <= curve.mean() <= BAND[1]:
     print(f"error: {curve.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", file=sys.stderr)
@@ -378,18 +465,52 @@ def prompt_ids(run:Run, cfg:atlas.Config, is_bytes:bool) -> list[int]:
   default = "def " if is_bytes and cfg.vocab > ord("f") else "\0" if is_bytes else "0"
   return data.encode(run.prompt or default, is_bytes, cfg.vocab)
 
+def token_step(params:dict, cfg:atlas.Config) -> Callable:
+  """token (B,1), state -> logits, state; jitted for every capacity of the caches that it meets.  The step that fills one is not, and doubles it."""
+  jits:dict = {}
+  def step(token:Tensor, state:dict) -> tuple[Tensor, dict]:
+    room = atlas.room(cfg, state)
+    if room is not None and kernels.read_position(state) == room:
+      logits, state = atlas.forward(params, cfg, token, state)
+      Tensor.realize(logits, *state.values())
+      return logits, state
+    return jits.setdefault(room, TinyJit(lambda token, state: atlas.forward(params, cfg, token, state)))(token, state)
+  return step
+
+def speaker(params:dict, cfg:atlas.Config) -> Callable[[np.ndarray, int], list[str]]:
+  """prompts (B,P) of bytes, n -> what the model says next, likeliest byte by byte, up to a newline and n bytes at most.  Prompts are read in whole
+  chunks (segments) by one compiled step, the rest byte by byte; where caches grow, in one call, compiled anew for every length."""
+  step, piece = token_step(params, cfg), math.lcm(cfg.chunk, cfg.attn_window if cfg.mixer == "mac" else 1)
+  first, more = TinyJit(lambda x: atlas.forward(params, cfg, x)), TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
+  grows = cfg.features == "exp" or cfg.mixer in ("attention", "mag", "mal") and not cfg.attn_window
+  def own(logits, state): return logits, {n: z.clone().realize() for n, z in state.items()}          # a jitted call may write over what it returned
+  def say(prompts:np.ndarray, n:int) -> list[str]:
+    x, done = prompts.astype(np.int32), 0 if grows else prompts.shape[1] // piece * piece
+    parts = [Tensor(np.ascontiguousarray(x[:, i:i + piece])) for i in range(0, done, piece)]
+    if parts: logits, state = own(*first(parts[0]))
+    else: logits, state = own(*atlas.forward(params, cfg, Tensor(x if grows else x[:, :1])))
+    for part in parts[1:]: logits, state = own(*more(part, state))
+    for i in range(done or 1, x.shape[1] if not grows else 0): logits, state = step(Tensor(np.ascontiguousarray(x[:, i:i + 1])), state)
+    said = np.zeros((len(x), 0), np.int32)
+    for _ in range(n):
+      token = logits[:, -1, :256].argmax(-1).numpy().astype(np.int32)[:, None]
+      said = np.concatenate([said, token], axis=1)
+      if (said == ord("\n")).any(1).all(): break
+      logits, state = step(Tensor(token), state)
+    return [bytes(row.tolist()).split(b"\n")[0].decode(errors="replace") for row in said]
+  return say
+
 def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
   """Prints a continuation of run.prompt.  The state streams: memory does not grow with the length, but for full attention's keys."""
   rng, ids = np.random.default_rng(run.seed), prompt_ids(run, cfg, is_bytes)
   known = min(256, cfg.vocab) if is_bytes else cfg.vocab    # a vocabulary may be larger than there are bytes
-  def one_token(): return TinyJit(lambda token, state: atlas.forward(params, cfg, token, state))
   text = codecs.getincrementaldecoder("utf-8")(errors="replace")           # holds back the bytes of a character that is not complete yet
   def show(new, comma=","): print(text.decode(bytes(new)) if is_bytes else comma + ",".join(map(str, new)), end="", flush=True)
   print(f"--- sample, temperature {run.temperature}, seed {run.seed} ---")
   logits, state = atlas.forward(params, cfg, Tensor([ids]))
   scores = logits[0, -1, :known].numpy()
   Tensor.realize(*state.values())
-  step, room, seen, times = one_token(), atlas.room(cfg, state), len(ids), []
+  step, times = token_step(params, cfg), []
   show(ids, "")
   for _ in range(run.tokens or 200):
     if run.temperature == 0: token = int(scores.argmax())
@@ -398,11 +519,9 @@ def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
       if 0 < run.top_k < len(scores): scores[scores < np.sort(scores)[-run.top_k]] = -np.inf
       token = int(rng.choice(len(scores), p=np.exp(scores) / np.exp(scores).sum()))
     show([token])
-    seen += 1
-    if room is not None and seen > room: step = one_token()                # the cache is full: this step, not jitted, doubles it
     tick = time.perf_counter()
     logits, state = step(Tensor([[token]]), state)
-    scores, room = logits[0, -1, :known].numpy(), atlas.room(cfg, state)
+    scores = logits[0, -1, :known].numpy()
     times.append(time.perf_counter() - tick)
   speed = f"{1 / np.median(times[3:]):.0f} tokens/s" if len(times) > 3 else "too short to time"
   print(f"\n--- {len(times)} tokens, {speed} ---")
@@ -495,59 +614,77 @@ def show_params(own:dict, model:dict) -> None:
     print(f"{size}: " + ", ".join(f"{k}={v}" for k, v in (atlas.SIZES[size] | model).items()))
     for name in [own["preset"]] if "preset" in own else atlas.PRESETS: print(f"  {name:17s} {parts_line(atlas.preset(name, size, **model))}")
 
-def describe(run:Run, cfg:atlas.Config, text:data.Text|None) -> None:
+def describe(run:Run, cfg:atlas.Config, source:data.Text|data.Task|None) -> None:
   """The resolved configuration, the parameters by part, and an estimate of memory."""
   print("settings: " + " ".join(f"{k}={v}" for k, v in (dataclasses.asdict(run) | dataclasses.asdict(cfg)).items() if v != ""))
   print(f"parameters: {parts_line(cfg).strip()}")
   megabytes = memory_estimate(cfg, run.batch, run.length) / 1e6
   print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens on {Device.DEFAULT}")
-  if text: print(f"text: {text.name}, {len(text.train):,} tokens to train on, {len(text.val):,} to validate (sha256 {text.digest[:16]})")
+  if isinstance(source, data.Task): print(f"task: {source.name}, " + ", ".join(f"{n}={x}" for n, x in source.settings.items()))
+  elif source:
+    print(f"text: {source.name}, {len(source.train):,} tokens to train on, {len(source.val):,} to validate (sha256 {source.digest[:16]})")
 
 class Job(NamedTuple):
-  """A command line that was found to be sound; start: the checkpoint to continue, sample or evaluate."""
+  """A command line that was found to be sound; start: the checkpoint to continue, sample or evaluate; lines: those of a .jsonl file."""
   run: Run
   cfg: atlas.Config
-  text: data.Text|None
+  source: data.Text|data.Task|None
   start: Path|None
   check_band: bool
+  lines: tuple[list, int]|None = None
 
 def resolve(own:dict, model:dict) -> Job:
   """Everything that can be wrong is found here or in parse, in this order: syntax, keys, types, combinations, device, data, checkpoint, out."""
   run = Run(**own)
   check_run(run)
   if run.mode in ("sample", "eval") and run.init_from: raise ValueError(f"init_from={run.init_from} is for training: name a folder with out=")
-  out, reads_text = Path(os.path.expanduser(run.out)), run.mode in ("train", "eval")
+  if "task" in own and "data" in own: raise ValueError(f"data={run.data} and task={run.task} are two things to read: give one of them")
+  out, reads = Path(os.path.expanduser(run.out)), run.mode in ("train", "eval")
   run = dataclasses.replace(run, out=str(out))
+  if run.mode == "plot":
+    check_plot(out)
+    return Job(run, atlas.preset(run.preset, run.size, **model), None, None, False)
+  task = data.task(run.task, own.get("length"), model.get("vocab")) if run.task and reads else None
+  if task and run.mode == "train": run, model = dataclasses.replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
   found = checkpoints(out) if run.mode in ("sample", "eval") or run.resume else []
   if run.mode == "bench": cfg = [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
   elif not found: cfg = atlas.preset(run.preset, run.size, **model)           # with a checkpoint, its settings count
   check_device()
-  if "data" in own and (run.mode == "eval" or run.mode == "train" and found): data.read(run.data)   # a fault in it comes before the checkpoint's
+  lines = data.json_lines(Path(os.path.expanduser(run.data)), run.skip_bad) if run.mode == "eval" and run.data.endswith(".jsonl") else None
+  if "data" in own and reads and not lines and (found or run.mode == "eval"): data.read(run.data)       # its fault comes before the checkpoint's
   if found: run, cfg = from_checkpoint(found[-1], run, own, model)
   elif run.mode in ("sample", "eval"): raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
-  text, start = data.load(run.data, cfg.vocab, run.length) if reads_text else None, found[-1] if found else None
+  if run.task and reads and not task and "data" not in own: task = data.task(run.task, run.length, cfg.vocab)       # the checkpoint's
+  if task and task.vocab > cfg.vocab: raise ValueError(f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: give the task vocab=")
+  source = task or (data.load(run.data, cfg.vocab, run.length) if reads and not lines else None)
+  text, start = source if isinstance(source, data.Text) else None, found[-1] if found else None
   if text and not text.is_bytes and not start and "vocab" not in atlas.SIZES[run.size] | model:
     raise ValueError(f"data={run.data} holds token ids: give vocab=, the number of tokens of its tokenizer")
-  is_bytes = text.is_bytes if text else True
+  is_bytes = source.is_bytes if source else True
   if start:
-    read_weights(start, cfg)
+    made = Run(**read_meta(start)["run"])                  # a decoder belongs to the task that it was trained for
+    read_weights(start, layout(made, cfg))
     saved = read_meta(start)["text"]
     is_bytes = saved["is_bytes"]
-    if text and run.mode == "train" and saved != identity(text):
-      raise ValueError(f"data={run.data} has changed since {start} was written: give the same text, or init_from={start} to go on with another")
-  prompt_ids(run, cfg, is_bytes)
+    if source and run.mode == "train" and saved != identity(source):
+      what = f"task={run.task}" if task else f"data={run.data}"
+      raise ValueError(f"{what} has changed since {start} was written: give the same, or init_from={start} to go on with another")
+    if lines and (not is_bytes or cfg.vocab < 256): raise ValueError(f"data={run.data} is text, and {start} reads token ids: train on bytes first")
+    if task and ("decoder.in" in layout(made, cfg)) != ("decoder.in" in layout(run, cfg)):
+      raise ValueError(f"task={run.task} does not fit {start}, made with task={made.task}: only compression has a decoder")
+  if not isinstance(source, data.Task): prompt_ids(run, cfg, is_bytes)
   if run.init_from and not start:
     path = Path(os.path.expanduser(run.init_from))
     if not path.is_file(): raise ValueError(f"init_from={path} does not exist: name a .safetensors checkpoint")
     read_meta(path)
-    read_weights(path, cfg)
+    read_weights(path, layout(run, cfg))
   if run.mode in ("train", "bench"): check_out(out)
-  return Job(run, cfg, text, start, run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET)
+  return Job(run, cfg, source, start, run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET, lines)
 
 def from_checkpoint(path:Path, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
   meta = read_meta(path)
-  free = FREE if run.mode == "train" else FREE | {"data", "batch", "seed"}
+  free = FREE if run.mode == "train" else FREE | {"data", "batch", "seed"} | ({"task", "length"} if run.task else set())
   for key, x in (own | model).items():
     if key not in free and (was := (meta["run"] | meta["config"]).get(key)) != x:
       raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={was}: leave {key} out, or train anew in another out")
@@ -556,13 +693,106 @@ def from_checkpoint(path:Path, run:Run, own:dict, model:dict) -> tuple[Run, atla
   except TypeError: raise ValueError(f"{path} has settings that this version does not know: use the version that made it") from None
 
 def evaluate(run:Run, cfg:atlas.Config, params:dict, text:data.Text, start:Path) -> None:
-  """Prints the validation loss by position in the context, and beyond the trained length where the text is long enough."""
+  """Prints the validation loss by position in the context, and beyond the trained length where the text is long enough; and writes positions.csv."""
   reach = min(2 * run.length, len(text.val) - 1)
   curve = evaluator(params, cfg, text.val, run.batch, reach)(run.tokens or VALIDATION_TOKENS)
   trained, beyond, unit = curve[:run.length], curve[run.length:], "byte" if text.is_bytes else "token"
   print(f"{start}: validation loss {trained.mean() * math.log(2):.4f} nats, {trained.mean():.4f} bits per {unit}")
   for name, bits in quarters(trained): print(f"  {name} of {run.length}: {bits:.4f}")
   if len(beyond): print(f"  beyond, to {reach}: {beyond.mean():.4f}")
+  write_rows(start.parent / "positions.csv", [{"position": i + 1, "bits": f"{x:.6f}"} for i, x in enumerate(curve)])
+
+def likelihoods(params:dict, cfg:atlas.Config, rows:list[tuple[bytes, bytes]], batch:int) -> list[tuple[float, bool]]:
+  """(context, continuation) -> log-likelihood of the continuation after the context in nats, and whether each of its bytes is the likeliest one.
+  Rows are filled up to powers of two, which a causal model does not notice."""
+  @TinyJit
+  def read(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor]:
+    logits = atlas.forward(params, cfg, x)[0]
+    return atlas.token_losses(logits, y).sum(1).realize(), ((logits.argmax(-1) == y) | (y < 0)).min(1).realize()
+  rows, found = [(context or b"\n", more) for context, more in rows], [(0.0, False)] * len(rows)
+  sizes = [max(64, 1 << (len(context + more) - 2).bit_length()) for context, more in rows]
+  with tqdm(total=len(rows), desc="reading", unit="row", leave=False) as bar:
+    for size in sorted(set(sizes)):
+      mine = [i for i, s in enumerate(sizes) if s == size]
+      read.reset()                                         # one shape at a time
+      for at in range(0, len(mine), batch):
+        x, y = np.zeros((batch, size), np.int32), np.full((batch, size), -100, np.int32)
+        for row, i in enumerate(mine[at:at + batch]):
+          ids, start = np.frombuffer(b"".join(rows[i]), np.uint8), len(rows[i][0]) - 1
+          x[row, :len(ids) - 1], y[row, start:len(ids) - 1] = ids[:-1], ids[start + 1:]
+        lost, likeliest = [z.numpy() for z in read(Tensor(x), Tensor(y))]
+        for row, i in enumerate(mine[at:at + batch]): found[i] = -float(lost[row]), bool(likeliest[row])
+        bar.update(min(batch, len(mine) - at))
+  return found
+
+def evaluate_lines(run:Run, cfg:atlas.Config, params:dict, lines:list[tuple[str, dict]], skipped:int) -> None:
+  """Prints what the model makes of a .jsonl file: multiple choice (acc: the likeliest continuation; acc_norm: the likeliest per character), recall
+  (an answer is contained in what the model says after context and question), the last word (all its bytes greedy; perplexity of the word)."""
+  if skipped: print(f"{skipped} malformed lines left out")
+  if chosen := [row for kind, row in lines if kind == "choice"]:
+    rows, sizes = [], []
+    for row in chosen:
+      context = row["context"].rstrip()                  # blanks at its end belong to what follows
+      gap = row["context"][len(context):] or (" " if context else "")
+      for choice in [z.strip() for z in row["choices"]]:
+        before, scored = (context + gap + choice, row["suffix"]) if "suffix" in row else (context, gap + choice)
+        rows.append((before.encode(), scored.encode()))
+        sizes.append(len(scored.strip()))
+    sums, at, hits = [z for z, _ in likelihoods(params, cfg, rows, run.batch)], 0, []
+    for row in chosen:
+      n = len(row["choices"])
+      answer = row["choices"].index(row["answer"]) if isinstance(row["answer"], str) else row["answer"]
+      mine = np.array(sums[at:at + n])
+      hits.append((mine.argmax() == answer, (mine / sizes[at:at + n]).argmax() == answer))
+      at += n
+    print(f"multiple choice: {len(chosen)} lines, acc {np.mean([a for a, _ in hits]):.4f}, acc_norm {np.mean([b for _, b in hits]):.4f}")
+  if asked := [row for kind, row in lines if kind == "recall"]:
+    say, right = speaker(params, cfg), 0
+    for row in tqdm(asked, desc="answering", unit="line", leave=False):
+      prompt = "\n".join(z for z in (row["context"], row["question"]) if z) + " "
+      text = say(np.frombuffer(prompt.encode(), np.uint8)[None], ANSWER_TOKENS)[0].lower()
+      right += any(z.strip().lower() in text for z in row["answers"])
+    print(f"recall: {len(asked)} lines, contains {right / len(asked):.4f}")
+  if last := [row["text"].rstrip() for kind, row in lines if kind == "last"]:
+    cut = [len(text) - len(text.split()[-1]) for text in last]
+    found = likelihoods(params, cfg, [(t[:c].rstrip().encode(), t[len(t[:c].rstrip()):].encode()) for t, c in zip(last, cut)], run.batch)
+    perplexity = np.exp(-np.mean([z for z, _ in found]))
+    print(f"last word: {len(last)} lines, acc {np.mean([hit for _, hit in found]):.4f}, perplexity {perplexity:.4g}")
+
+# *** pictures ***
+
+def check_plot(out:Path) -> None:
+  if not (out / "log.csv").is_file(): raise ValueError(f"out={out} has no log.csv to draw: train first, or name the folder of a run")
+  try: import matplotlib  # noqa: F401
+  except ImportError: raise ValueError("mode=plot draws with matplotlib: pip install '.[plot]' (or pip install matplotlib)") from None
+
+def plot(out:Path) -> None:
+  """Draws out/log.csv: loss, validation and learning rate against steps; beside it the loss by position in the context, or the accuracy of a task in
+  every setting it was evaluated at.  Writes out/log.png."""
+  import matplotlib.pyplot as plt
+  def rows(name): return list(csv.DictReader((out / name).open())) if (out / name).is_file() else []
+  log, positions, accuracy = rows("log.csv"), rows("positions.csv"), rows("accuracy.csv")
+  n = 2 if positions or accuracy else 1
+  figure, axes = plt.subplots(1, n, figsize=(1 + 4 * n, 3.4), layout="constrained", squeeze=False)
+  left, right = axes[0, 0], axes[0, -1]
+  steps, bits = [int(r["step"]) for r in log], np.array([float(r["loss"]) for r in log]) / math.log(2)
+  left.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
+  width = max(1, len(bits) // 50)
+  left.plot(steps[width - 1:], np.convolve(bits, np.ones(width) / width, "valid"), color="C0", label=f"training, mean of {width}")
+  if held := [(int(r["step"]), float(r["val_bpb"])) for r in log if r["val_bpb"]]: left.plot(*zip(*held), "o-", color="C1", label="held out")
+  left.set(xlabel="step", ylabel="bits per token" if positions else "bits", title=out.name)
+  left.legend(frameon=False, fontsize=8)
+  if positions:
+    x, y = [int(r["position"]) for r in positions], np.array([float(r["bits"]) for r in positions])
+    width = max(1, len(y) // 32)
+    right.plot(x[width - 1:], np.convolve(y, np.ones(width) / width, "valid"), color="C2")
+    right.set(xlabel="position in the context", ylabel="bits", title=f"held-out loss by position, mean of {width}")
+  elif accuracy:
+    right.barh([r["setting"] for r in accuracy], [float(r["micro"]) for r in accuracy], color="C2")
+    right.set(xlabel="share of scored places right", xlim=(0, 1), title="held-out examples")
+    right.invert_yaxis()
+  figure.savefig(out / "log.png", dpi=110)
+  print(f"written to {out / 'log.png'}")
 
 def said(e:Exception): return f"{e.filename} cannot be used ({e.strerror}): give another path" if isinstance(e, OSError) else e
 
@@ -579,18 +809,24 @@ def main(argv:list[str]) -> int:
   except (ValueError, OSError) as e:
     print("error:", said(e), file=sys.stderr)
     return 2
-  if run.mode == "train": describe(run, cfg, job.text)
+  if run.mode == "train": describe(run, cfg, job.source)
   if run.mode == "params" or run.steps == 0: return 0
   try:
     if run.mode == "bench":
       bench(run, model)
       return 0
-    if run.mode == "train" and job.text:
-      with Stop() as stop: return train(run, cfg, job.text, job.start, job.check_band, stop)
+    if run.mode == "plot":
+      plot(Path(run.out))
+      return 0
+    if run.mode == "train" and job.source:
+      with Stop() as stop: return train(run, cfg, job.source, job.start, job.check_band, stop)
     assert job.start is not None
-    params = atlas.unflatten(read_weights(job.start, cfg))
-    if job.text: evaluate(run, cfg, params, job.text, job.start)
-    else: sample(run, cfg, params, read_meta(job.start)["text"]["is_bytes"])
+    made = read_meta(job.start)
+    params = atlas.unflatten(read_weights(job.start, layout(Run(**made["run"]), cfg)))
+    if job.lines: evaluate_lines(run, cfg, params, *job.lines)
+    elif isinstance(job.source, data.Task): table(params, cfg, job.source, run, job.source.variants())
+    elif job.source: evaluate(run, cfg, params, job.source, job.start)
+    else: sample(run, cfg, params, made["text"]["is_bytes"])
   except OSError as e:                                   # a full disk, a folder taken away
     print("error:", said(e), file=sys.stderr)
     return 1
