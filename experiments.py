@@ -6,14 +6,16 @@
   capacity       how many pairs a memory can hold at all: its section 3.1 and Theorem 1 (2 minutes)
   heatmap        what a memory knows of every pair, at every time (10 seconds)"""
 from __future__ import annotations
-import dataclasses, math, resource, sys, time
+import dataclasses, math, multiprocessing, os, resource, sys, time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, cast
+from typing import Any, Callable, Iterator, NamedTuple, cast
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.helpers import GlobalCounters
 from tinygrad.nn.optim import Adam
-import atlas, kernels
+from tinygrad.nn.state import get_state_dict
+import atlas, data, kernels, train
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -327,7 +329,146 @@ def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict[str, 
   picture(Path(folder) / "memory.png", len(found), (13, 3.6), draw)
   return found
 
-EXPERIMENTS: dict[str, Callable[[], Any]] = {"speed": speed, "recall": recall, "learnability": learnability, "capacity": capacity, "heatmap": heatmap}
+# *** training runs ***
+
+class Trial(NamedTuple):
+  """A model and what it is trained on: a task, or text where task is empty.  rates: learning rates to choose from, with the first seed."""
+  preset: str
+  fields: dict = {}
+  task: str = ""
+  steps: int = 200
+  batch: int = 4
+  length: int = 128           # of text
+  rates: tuple[float, ...] = (0.008,)
+  seeds: tuple[int, ...] = (0, 1, 2)
+
+class Found(NamedTuple):
+  """What came of it: scores (seeds; more, for a task's variants); the rate that was best; the most steps it took; GFLOP of a step; minutes."""
+  scores: np.ndarray
+  rate: float
+  steps: int
+  parameters: int
+  gflop: float
+  minutes: float
+
+def trained(trial:Trial, beyond:bool=False) -> Found:
+  """Trains at every rate with the first seed, then with the other seeds at the best rate; compiled once.  Scores: validation bits per byte of text
+  (lower is better), or the share of a task's places that are right on held-out examples (an early end at 99%); beyond: of its variants as well, and
+  the share of the answers that count for tasks in bytes."""
+  began, task = time.perf_counter(), data.task(trial.task) if trial.task else None
+  cfg = atlas.preset(trial.preset, **{"vocab": task.vocab if task else 256} | trial.fields)
+  length = task.settings["length"] if task else trial.length
+  text = None if task else data.load("python", cfg.vocab, length)
+  params = atlas.init(cfg)
+  optimizer = train.optimizer_for(get_state_dict(params), train.Run.weight_decay)
+  step, state = train.training_step(params, cfg, optimizer, train.Run.clip), train.optimizer_state(optimizer)
+  fresh = {n: z.numpy().copy() for n, z in state.items()}
+  score = train.scorer(params, cfg, task, trial.batch, 0) if task else None
+  validate = train.evaluator(params, cfg, text.val, trial.batch, length) if text else None
+  longest, gflop = 0, 0.0
+  def once(rate:float, seed:int) -> np.ndarray:
+    nonlocal longest, gflop
+    for own, values in ((get_state_dict(params), {n: z.numpy() for n, z in get_state_dict(atlas.init(cfg, seed)).items()}), (state, fresh)):
+      for n, z in own.items(): train.overwrite(z, values[n])
+    run = train.Run(steps=trial.steps, lr=rate, warmup=trial.steps // 10)
+    for i in range(trial.steps):
+      for group in optimizer.optimizers: group.lr.assign(Tensor([train.rate(run, i)])).realize()
+      x, y = task.batch(trial.batch, seed, i) if task else data.batch(cast(data.Text, text).train, trial.batch, length, seed, i)
+      GlobalCounters.reset()
+      with Context(TRAINING=1): step(Tensor(x), Tensor(y))
+      gflop, longest = GlobalCounters.global_ops / 1e9, max(longest, i + 1)
+      if score and (i + 1) % 100 == 0 and score(4096, {})["micro"] >= train.SOLVED: break
+    if validate: return np.array([validate(train.VALIDATION_TOKENS).mean()])
+    which = "answer" if beyond and cast(data.Task, task).is_bytes else "micro"
+    return np.array([cast(Callable, score)(32768, other)[which] for other in (cast(data.Task, task).variants() if beyond else [{}])])
+  first = {rate: once(rate, trial.seeds[0]) for rate in trial.rates}
+  rate = (min if text else max)(first, key=lambda r: first[r][0])
+  scores = np.array([first[rate], *[once(rate, seed) for seed in trial.seeds[1:]]])
+  return Found(scores, rate, longest, atlas.parts(cfg)["total"], gflop, (time.perf_counter() - began) / 60)
+
+def all_trained(trials:list[Trial], beyond:bool=False) -> Iterator[Found]:
+  """trained, for each, in order; in as many processes as there are cores (tinygrad's CPU device uses one)."""
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+  workers = min(len(trials), cores) if kernels.on_cpu(Device.DEFAULT) else 1
+  if workers == 1: yield from (trained(trial, beyond) for trial in trials)
+  else:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool: yield from pool.map(trained, trials, [beyond] * len(trials))
+
+def spread(x:np.ndarray) -> str: return f"{x.mean():.3f} +- {x.std():.3f}"
+
+def heading(what:str, trial:Trial) -> None:
+  source = trial.task or f"Python source, sequences of {trial.length}"
+  print(f"{what}: {source}; {trial.steps} steps of {trial.batch}, rates {trial.rates}, seeds {trial.seeds}; device {Device.DEFAULT}", flush=True)
+
+# Heads of 8, and a short chunk: the bound of a gradient step is one over it
+SMALL = dict(dim=32, layers=1, heads=4, key_dim=8, value_dim=8, expand=1, chunk=4, muon_every=4)
+RECALL = Trial("atlas", SMALL, "mqar:vocab=256,length=128,pairs=32", 1200, 32, rates=(0.01, 0.02))
+NEEDLE = Trial("titans", {}, "niah:length=128", 1500, 16, rates=(0.005,))
+EASIER = RECALL._replace(task="mqar:vocab=128,length=64,pairs=16", steps=300, rates=(0.02,))
+
+def both(names:dict[str, tuple[str, dict]], text:Trial=Trial("atlas"), recall:Trial=EASIER) -> dict[str, tuple[Found, Found]]:
+  """Trains each (preset, fields) on text and on a small MQAR, and prints a row for each."""
+  heading("text, bits per byte", text)
+  heading("MQAR, share right", recall)
+  print(f"{'':18s}{'parameters':>12s}{'bits per byte':>18s}{'minutes':>9s}{'MQAR':>18s}{'steps':>7s}{'minutes':>9s}")
+  trials = [t._replace(preset=preset, fields=t.fields | fields) for preset, fields in names.values() for t in (text, recall)]
+  found, results = {}, all_trained(trials)
+  for name in names:
+    a, b = found[name] = next(results), next(results)
+    print(f"{name:18s}{a.parameters:12,d}{spread(a.scores):>18s}{a.minutes:9.1f}{spread(b.scores):>18s}{b.steps:7d}{b.minutes:9.1f}", flush=True)
+  return found
+
+def ablation() -> dict:
+  """The paper's Table 6: ATLAS without each of its parts, and with a gated memory or attention beside it."""
+  return both({"atlas": ("atlas", {}), "linear memory": ("atlas", dict(memory="linear")), "no Muon": ("atlas", dict(optimizer="gd")),
+               "window 1": ("atlas", dict(window=1)), "no poly": ("atlas", dict(features="identity")), "gated (atlas++)": ("atlas++", {}),
+               "MAG": ("atlas_mag", {}), "MAL": ("atlas_mal", {})})
+
+def window(widths:tuple[int, ...]=(1, 2, 4, 8, 16)) -> dict:
+  """The paper's Figure 5: OmegaNet with windows of 1 to 16 tokens."""
+  return both({f"window {c}": ("omeganet", dict(window=c)) for c in widths})
+
+def mqar(presets:tuple[str, ...]=("atlas", "omeganet", "swla", "titans", "deltanet", "linear_attention", "transformer++"),
+         trial:Trial=RECALL, folder:str="assets") -> dict[str, Found]:
+  """The paper's Figure 7 at one memory size: multi-query associative recall, the same learning rates for all; and with twice the pairs, and at
+  lengths beyond training."""
+  heading("MQAR, share right", trial)
+  variants = cast(data.Task, data.task(trial.task)).variants()
+  names = ["as trained", *[",".join(f"{n}={x}" for n, x in v.items() if x) for v in variants[1:]]]
+  print(f"{'':18s}{'parameters':>11s}{'rate':>7s}{'steps':>7s}{'minutes':>9s}" + "".join(f"{n:>24s}" for n in names))
+  found = {}
+  for name, row in zip(presets, all_trained([trial._replace(preset=name) for name in presets], beyond=True)):
+    found[name] = row
+    cells = "".join(f"{spread(x):>24s}" for x in row.scores.T)
+    print(f"{name:18s}{row.parameters:11,d}{row.rate:7.3f}{row.steps:7d}{row.minutes:9.1f}{cells}", flush=True)
+  return found
+
+def niah(presets:tuple[str, ...]=("titans", "omeganet", "atlas"), kinds:tuple[str, ...]=("pk",), trial:Trial=NEEDLE) -> dict:
+  """The paper's Table 3 at small scale: a needle in a haystack, trained at one length, asked at up to 16 times that; the value must be said."""
+  found = {}
+  for kind in kinds:
+    asked = trial._replace(task=trial.task.replace("niah:", f"niah:kind={kind},"))
+    heading("needle in a haystack, share of answers right", asked)
+    lengths = [cast(data.Task, data.task(asked.task)).settings["length"] * n for n in (1, 2, 4, 8, 16)]
+    print(f"{'':18s}{'rate':>7s}{'steps':>7s}{'minutes':>9s}" + "".join(f"{n:>18d}" for n in lengths))
+    for name, row in zip(presets, all_trained([asked._replace(preset=name) for name in presets], beyond=True)):
+      found[name, kind] = row
+      print(f"{name:18s}{row.rate:7.3f}{row.steps:7d}{row.minutes:9.1f}" + "".join(f"{spread(x):>18s}" for x in row.scores.T), flush=True)
+  return found
+
+def scaling(presets:tuple[str, ...]=("transformer++", "deltanet", "atlas"), dims:tuple[int, ...]=(32, 64, 128), trial:Trial=Trial("atlas")) -> dict:
+  """The paper's Figure 8: validation loss on text against compute, three sizes of each model."""
+  heading("text, bits per byte", trial)
+  print(f"{'':18s}{'dim':>5s}{'parameters':>12s}{'TFLOP':>9s}{'bits per byte':>18s}{'minutes':>9s}")
+  cases = [(name, dim) for name in presets for dim in dims]
+  trials = [trial._replace(preset=name, fields=trial.fields | dict(dim=dim, heads=dim // 16)) for name, dim in cases]
+  found = dict(zip(cases, all_trained(trials)))
+  for (name, dim), row in found.items():
+    print(f"{name:18s}{dim:5d}{row.parameters:12,d}{row.gflop * row.steps / 1e3:9.2f}{spread(row.scores):>18s}{row.minutes:9.1f}", flush=True)
+  return found
+
+EXPERIMENTS: dict[str, Callable[[], Any]] = {
+  f.__name__: f for f in (speed, recall, learnability, capacity, heatmap, ablation, window, mqar, niah, scaling)}
 
 if __name__ == "__main__":
   if len(sys.argv) != 2 or sys.argv[1] not in EXPERIMENTS:

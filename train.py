@@ -280,31 +280,34 @@ def quarters(curve:np.ndarray) -> list[tuple[str, float]]:
   names = ("first quarter", "second quarter", "third quarter", "last quarter")
   return [(name, float(q.mean())) for name, q in zip(names, np.array_split(curve, 4)) if len(q)]
 
-def score(params:dict, cfg:atlas.Config, task:data.Task, other:dict, rows:int, seed:int, tokens:int) -> dict[str, float]:
-  """A task's held-out examples, about `tokens` tokens of them and at least 32, with the settings `other` in place of its own.
+def scorer(params:dict, cfg:atlas.Config, task:data.Task, rows:int, seed:int) -> Callable[[int, dict], dict[str, float]]:
+  """A function of tokens and other settings -> what the model makes of a task's held-out examples, about `tokens` tokens of them and at least 32,
+  with the other settings in place of its own.  It reads params as they are when it is called, and is compiled once for every length.
   bits: mean loss of a scored place; micro: share of the places right; macro: its mean over the labels that occur; exact: share of the examples
   with all places right; answer, for tasks in bytes: share of the answers that count, spoken freely (see judged)."""
-  @TinyJit
   def say(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor]:
     logits = predictions(params, cfg, x)[0]
     return logits.argmax(-1).cast("int32").realize(), atlas.token_losses(logits, y).realize()
-  answer = speaker(params, cfg) if task.is_bytes else None
-  right, all_right, losses, labels, spoken = cast(tuple[list, ...], tuple([] for _ in range(5)))
-  count = -(-max(32, tokens // task.batch(1, 0, 0, **other)[0].shape[1]) // rows)
-  for i in tqdm(range(count), desc="held out", unit="batch", leave=False, disable=count < 2):
-    x, y = task.batch(rows, seed, data.HELD_OUT + i, **other)
-    said, lost = [z.numpy() for z in say(Tensor(x), Tensor(y))]
-    scored, hit = y >= 0, said == y
-    right, labels, losses = [*right, hit[scored]], [*labels, y[scored]], [*losses, lost[scored]]
-    all_right.append((hit | ~scored).all(1))
-    if answer:
-      start = data.prompt_length(y)
-      for prompt, text, label in zip(x[:, :start], answer(x[:, :start], ANSWER_TOKENS), y):
-        spoken.append(judged(task, bytes(prompt.tolist()), text, bytes(label[label >= 0].tolist()).decode().strip()))
-  hits, of, bits = np.concatenate(right), np.concatenate(labels), np.concatenate(losses).astype(np.float64).mean() / math.log(2)
-  macro = np.mean([hits[of == label].mean() for label in np.unique(of)])
-  found = dict(bits=bits, micro=hits.mean(), macro=macro, exact=np.concatenate(all_right).mean())
-  return {n: float(z) for n, z in (found | (dict(answer=np.mean(spoken)) if answer else {})).items()}
+  jits:dict[int, Callable] = {}
+  speak = speaker(params, cfg) if task.is_bytes else None
+  def score(tokens:int, other:dict) -> dict[str, float]:
+    hits, whole, bits, labels, answers = cast(tuple[list, ...], tuple([] for _ in range(5)))
+    length = task.batch(1, 0, 0, **other)[0].shape[1]
+    count, read = -(-max(32, tokens // length) // rows), jits.setdefault(length, TinyJit(say))
+    for i in tqdm(range(count), desc="held out", unit="batch", leave=False, disable=count < 4):
+      x, y = task.batch(rows, seed, data.HELD_OUT + i, **other)
+      said, lost = [z.numpy() for z in read(Tensor(x), Tensor(y))]
+      scored, right = y >= 0, said == y
+      for to, z in ((hits, right[scored]), (labels, y[scored]), (bits, lost[scored] / math.log(2)), (whole, (right | ~scored).all(1))): to.append(z)
+      if not speak: continue
+      prompts = x[:, :data.prompt_length(y)]
+      for prompt, text, label in zip(prompts, speak(prompts, ANSWER_TOKENS), y):
+        answers.append(judged(task, bytes(prompt.tolist()), text, bytes(label[label >= 0].tolist()).decode().strip()))
+    right, of = np.concatenate(hits), np.concatenate(labels)
+    macro = np.mean([right[of == label].mean() for label in np.unique(of)])
+    found = dict(bits=np.concatenate(bits).mean(dtype=np.float64), micro=right.mean(), macro=macro, exact=np.concatenate(whole).mean())
+    return {n: float(z) for n, z in (found | (dict(answer=np.mean(answers)) if speak else {})).items()}
+  return score
 
 def judged(task:data.Task, prompt:bytes, text:str, target:str) -> bool:
   """Whether an answer counts: niah, it contains the value; babi, of the labels that the question does not name it names the target alone."""
@@ -312,13 +315,12 @@ def judged(task:data.Task, prompt:bytes, text:str, target:str) -> bool:
   question = prompt.split(b"\n")[-1].decode()
   return {w for w in data.BABI_LABELS[task.settings["question"]] if w in text and w not in question} == {target}
 
-def table(params:dict, cfg:atlas.Config, task:data.Task, run:Run, variants:list[dict]) -> list[dict]:
-  """Prints and returns what `score` finds for every variant of the task."""
+def table(score:Callable, task:data.Task, tokens:int) -> list[dict]:
+  """Prints and returns what `scorer` finds for every variant of the task."""
   found:list[dict] = []
-  for other in variants:
+  for other in task.variants():
     name = ",".join(f"{n}={x}" for n, x in other.items()) or "as trained"
-    found_here = score(params, cfg, task, other, run.batch, run.seed, run.tokens or VALIDATION_TOKENS)
-    row = {"setting": name} | {n: f"{x:.4f}" for n, x in found_here.items()}
+    row = {"setting": name} | {n: f"{x:.4f}" for n, x in score(tokens, other).items()}
     if not found: print("".join(f"{n:>24s}" if n == "setting" else f"{n:>9s}" for n in row))
     print("".join(f"{x:>24s}" if n == "setting" else f"{x:>9s}" for n, x in row.items()), flush=True)
     found.append(row)
@@ -403,6 +405,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, start:Path|None
   text, curve, solved = source if isinstance(source, data.Text) else None, cast(np.ndarray|None, None), False
   unit = "label" if isinstance(source, data.Task) else "byte" if source.is_bytes else "token"
   validate = evaluator(params, cfg, text.val, run.batch, run.length) if text else None
+  score = None if text else scorer(params, cfg, cast(data.Task, source), run.batch, run.seed)
   def batch(i:int):
     return source.batch(run.batch, run.seed, i) if isinstance(source, data.Task) else data.batch(source.train, run.batch, run.length, run.seed, i)
   log, writer, before = open_log(out, step)
@@ -427,8 +430,8 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, start:Path|None
                   f"{GlobalCounters.global_ops / 1e9:.2f} GFLOP a step, {per_step / seconds:.0f} tokens/s")
       due = run.eval_every and (step % run.eval_every == 0 or step == run.steps)
       curve = validate(VALIDATION_TOKENS) if due and validate else None
-      if due and isinstance(source, data.Task):
-        now = score(params, cfg, source, {}, run.batch, run.seed, VALIDATION_TOKENS // 4)
+      if due and score:
+        now = score(VALIDATION_TOKENS // 4, {})
         curve, solved = np.array([now["bits"]]), now["micro"] >= SOLVED
         bar.write(f"step {step}: held-out examples: " + ", ".join(f"{n} {x:.3f}" for n, x in now.items()))
       writer.writerow([step, step * per_step, f"{loss:.6f}", "" if curve is None else f"{curve.mean():.6f}", f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}",
@@ -447,7 +450,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, start:Path|None
 
   if curve is not None and not np.isfinite(curve).all(): return not_finite(f"the validation loss after step {step}", step)
   if solved and step < run.steps: print(f"{SOLVED:.0%} right after {step} steps: done early")
-  if isinstance(source, data.Task): write_rows(out / "accuracy.csv", table(params, cfg, source, run, source.variants()))
+  if isinstance(source, data.Task) and score: write_rows(out / "accuracy.csv", table(score, source, run.tokens or VALIDATION_TOKENS))
   elif curve is not None and text:
     write_rows(out / "positions.csv", [{"position": i + 1, "bits": f"{x:.6f}"} for i, x in enumerate(curve)])
     print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
@@ -824,7 +827,8 @@ def main(argv:list[str]) -> int:
     made = read_meta(job.start)
     params = atlas.unflatten(read_weights(job.start, layout(Run(**made["run"]), cfg)))
     if job.lines: evaluate_lines(run, cfg, params, *job.lines)
-    elif isinstance(job.source, data.Task): table(params, cfg, job.source, run, job.source.variants())
+    elif isinstance(job.source, data.Task):
+      table(scorer(params, cfg, job.source, run.batch, run.seed), job.source, run.tokens or VALIDATION_TOKENS)
     elif job.source: evaluate(run, cfg, params, job.source, job.start)
     else: sample(run, cfg, params, made["text"]["is_bytes"])
   except OSError as e:                                   # a full disk, a folder taken away
