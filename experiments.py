@@ -4,7 +4,16 @@
   recall         what each rule and feature map still knows of the pairs it has read once, without any training (2 minutes)
   learnability   which mappings a network learns while it reads: the paper's section 6.4 (1 minute)
   capacity       how many pairs a memory can hold at all: its section 3.1 and Theorem 1 (2 minutes)
-  heatmap        what a memory knows of every pair, at every time (10 seconds)"""
+  heatmap        what a memory knows of every pair, at every time (10 seconds)
+
+and those that train, three seeds each, in as many processes as there are cores:
+
+  text           six models on text, at equal parameters
+  ablation       ATLAS without each of its parts: the paper's Table 6, on text and on a small MQAR
+  window         OmegaNet with windows of 1 to 16: its Figure 5, the same
+  mqar           multi-query associative recall, seven models: its Figure 7
+  niah           a needle in a haystack, to 16 times the trained length: its Table 3
+  scaling        loss against compute, three sizes: its Figure 8"""
 from __future__ import annotations
 import dataclasses, math, multiprocessing, os, resource, sys, time
 from concurrent.futures import ProcessPoolExecutor
@@ -400,6 +409,20 @@ def heading(what:str, trial:Trial) -> None:
   source = trial.task or f"Python source, sequences of {trial.length}"
   print(f"{what}: {source}; {trial.steps} steps of {trial.batch}, rates {trial.rates}, seeds {trial.seeds}; device {Device.DEFAULT}", flush=True)
 
+# mlp_ratio makes up for smaller memories: equal parameters within 1%
+EQUAL = {"omeganet": {}, "atlas": {}, "deltanet": dict(mlp_ratio=2.9), "linear_attention": dict(mlp_ratio=2.9), "titans": dict(mlp_ratio=2.75),
+         "transformer++": dict(mlp_ratio=3.4)}
+
+def text(trial:Trial=Trial("atlas")) -> dict[str, Found]:
+  """Six models on text, at equal parameters, data, steps and seeds."""
+  heading("text, bits per byte", trial)
+  print(f"{'':18s}{'parameters':>12s}" + "".join(f"{f'seed {n}':>9s}" for n in trial.seeds) + f"{'mean':>9s}{'minutes':>9s}")
+  found = {}
+  for name, row in zip(EQUAL, all_trained([trial._replace(preset=name, fields=fields) for name, fields in EQUAL.items()])):
+    found[name] = row
+    print(f"{name:18s}{row.parameters:12,d}" + "".join(f"{x:9.3f}" for x in (*row.scores[:, 0], row.scores.mean())) + f"{row.minutes:9.1f}", flush=True)
+  return found
+
 # Heads of 8, and a short chunk: the bound of a gradient step is one over it
 SMALL = dict(dim=32, layers=1, heads=4, key_dim=8, value_dim=8, expand=1, chunk=4, muon_every=4)
 RECALL = Trial("atlas", SMALL, "mqar:vocab=256,length=128,pairs=32", 1200, 32, rates=(0.01, 0.02))
@@ -468,7 +491,7 @@ def scaling(presets:tuple[str, ...]=("transformer++", "deltanet", "atlas"), dims
   return found
 
 EXPERIMENTS: dict[str, Callable[[], Any]] = {
-  f.__name__: f for f in (speed, recall, learnability, capacity, heatmap, ablation, window, mqar, niah, scaling)}
+  f.__name__: f for f in (speed, recall, learnability, capacity, heatmap, text, ablation, window, mqar, niah, scaling)}
 
 if __name__ == "__main__":
   if len(sys.argv) != 2 or sys.argv[1] not in EXPERIMENTS:

@@ -3,7 +3,7 @@
 python -m pytest -q test_atlas.py            the suite;  add -m slow for every combination and longer streams"""
 import os
 os.environ.setdefault("NOOPT", "1")                      # values matter here, not speed: kernels compile in half the time
-import csv, dataclasses, functools, itertools, math, re, shlex, shutil, signal, subprocess, sys
+import csv, dataclasses, functools, importlib.util, itertools, json, math, re, shlex, shutil, signal, subprocess, sys
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -959,6 +959,7 @@ def test_a_solver_that_reads_the_story_agrees_with_babi(question, shortest):
 # *** 10. the command line ***
 
 TINY = [f"{k}={v}" for k, v in (SMALL | {"vocab": 256}).items()]
+TASKED = [w for w in TINY if not w.startswith("vocab=")]
 
 @pytest.fixture
 def text(tmp_path):
@@ -973,7 +974,10 @@ def last_error(capsys):
 BAD = {                                                  # a command line and what its one line of error must say
   "steps": "is not key=value", "--steps 3": "write steps=...", "chunks=8": "did you mean chunk", "mixer=mix": "take one of memory, attention",
   "mixer=mac": "attn_window=0 leaves mac without segments", "persist=-1": "persist=-1 is too small", "preset=atlas_mag key_dim=5": "key_dim=5 is odd",
-  "task=mqar": "not a setting", "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
+  "task=mqra": "mqra is none: name a task: mqar", "task=mqar:pears=3": "pears=3 is not a setting of mqar", "task=mqar length=63": "take 64",
+  "task=mqar:length=64 length=32": "length=32 contradicts", "task=mqar vocab=20": "vocab=20 is too small", "task=mqar:seed=1": "give seed=1",
+  "task=mqar data=python": "give one of them", "mode=plot": "no log.csv", "tasks=mqar": "did you mean task",
+  "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
   "batch=0": "1 or more", "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
   "muon_every=3": "does not divide chunk=32", "degree=9 key_dim=64": "features, more than 65,536", "preset=swa key_dim=5": "key_dim=5 is odd",
   "window=0": "window=0 is too small", "backend=fast": "take one of auto, ops, fused", "data=/nowhere": "does not exist",
@@ -1110,6 +1114,108 @@ def test_bench_prints_and_writes_a_row_per_preset_and_length(tmp_path, capsys):
     capsys.readouterr()
     assert train.main(["mode=bench", *words.split()]) == 2 and message in last_error(capsys)
 
+def test_a_task_is_trained_on_until_it_is_solved_evaluated_beyond_and_drawn(tmp_path, capsys, monkeypatch):
+  out = tmp_path / "a"
+  words = [*TASKED, "preset=deltanet", "task=mqar:pairs=2", "vocab=40", "length=12", "batch=2", "tokens=64", f"out={out}"]
+  monkeypatch.setitem(data.BEYOND, "mqar", [dict(pairs=2, again=2, length=2)])
+  monkeypatch.setattr(train, "SOLVED", 0.0)              # the first look at held-out examples ends it
+  assert train.main([*words, "steps=6", "eval_every=3"]) == 0
+  shown = capsys.readouterr().out
+  assert "done early" in shown and train.read_meta(train.checkpoints(out)[-1])["step"] == 3
+  found = list(csv.DictReader((out / "accuracy.csv").open()))
+  assert [r["setting"] for r in found] == ["as trained", "pairs=4,again=0,length=24"] and all(0 <= float(r["micro"]) <= 1 for r in found)
+  assert train.main(["mode=eval", f"out={out}", "tokens=64"]) == 0
+  assert capsys.readouterr().out.splitlines()[-2:] == shown.splitlines()[-3:-1]
+  assert train.main(["mode=eval", f"out={out}", "task=copy:vocab=99"]) == 2 and "99 tokens" in last_error(capsys)
+  assert train.main(["resume=1", f"out={out}", "task=copy"]) == 2 and "contradicts" in last_error(capsys)
+  if importlib.util.find_spec("matplotlib"):
+    assert train.main(["mode=plot", f"out={out}"]) == 0 and (out / "log.png").stat().st_size > 5_000
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  capsys.readouterr()
+  assert train.main(["mode=plot", f"out={out}"]) == 2 and "pip install '.[plot]'" in last_error(capsys)
+
+def test_compression_is_answered_from_one_state(tmp_path, capsys):
+  out = tmp_path / "c"
+  words = [*TASKED, "preset=deltanet", "task=compression:vocab=5", "length=8", "batch=2", "tokens=64", f"out={out}"]
+  assert train.main([*words, "steps=1", "eval_every=0"]) == 0
+  assert train.main(["mode=eval", f"out={out}", "tokens=64"]) == 0 and "as trained" in capsys.readouterr().out
+  assert train.main([*words, "steps=2", "resume=1", "eval_every=0"]) == 0
+  start = train.checkpoints(out)[-1]
+  run, cfg = train.from_checkpoint(start, train.Run(mode="eval"), {}, {})
+  params = atlas.unflatten(train.read_weights(start, train.layout(run, cfg)))
+  x, _ = data.task(run.task, 8, 5).batch(2, 0, 0)
+  logits = train.predictions(params, cfg, Tensor(x))[0].numpy()
+  other = dict(params, decoder=dict(params["decoder"], position=params["decoder"]["position"].flip(0)))
+  assert logits.shape == (2, 8, 5) and np.allclose(train.predictions(other, cfg, Tensor(x))[0].numpy()[:, ::-1], logits, atol=1e-6)       # places
+  assert train.main(["mode=eval", f"out={out}", "task=copy:vocab=5"]) == 2 and "only compression" in last_error(capsys)
+
+def test_a_score_counts_places_labels_examples_and_answers():
+  cfg, task = small("deltanet", vocab=40), data.task("in_context_recall:vocab=8,length=16")
+  params = atlas.init(cfg)
+  found = train.scorer(params, cfg, task, 4, 0)(64, {})
+  x, y = (np.concatenate(z) for z in zip(*(task.batch(4, 0, data.HELD_OUT + i) for i in range(8))))
+  hit = atlas.forward(params, cfg, Tensor(x))[0].argmax(-1).numpy() == y
+  assert found["micro"] == pytest.approx(hit[y >= 0].mean()) and found["exact"] == pytest.approx((hit | (y < 0)).all(1).mean())
+  assert found["macro"] == pytest.approx(np.mean([hit[y == label].mean() for label in np.unique(y[y >= 0])]))
+  story = data.task("babi")
+  for text, right in (("the hall.", True), ("hall or attic", False), ("hall or study", True), ("", False), ("attic", False)):
+    assert train.judged(story, b"Ada is in the study.\nIs Ada in the study? ", text, "hall") == right, text
+  assert train.judged(data.task("niah"), b"", "it is ABC-1!", "abc-1") and not train.judged(data.task("niah"), b"", "abc", "abc-1")
+
+@pytest.mark.parametrize("name", ["titans", "transformer++", "titans_mac", "dot"])
+def test_what_a_model_says_is_the_likeliest_next_byte_of_reading_everything_anew(name):
+  cfg = small(name, vocab=256)
+  params, prompt = atlas.init(cfg, 1), np.random.default_rng(0).integers(97, 123, (1, 19)).astype(np.uint8)      # two chunks and three bytes
+  said = train.speaker(params, cfg)(prompt, 7)[0].encode(errors="surrogateescape")
+  ids = prompt[0].tolist()
+  whole = TinyJit(lambda x: atlas.forward(params, cfg, x)[0].realize())
+  for n in range(7):                                     # one shape for all: what comes later changes nothing
+    ids.append(int(whole(Tensor([ids + [0] * (26 - len(ids))])).numpy()[0, len(ids) - 1].argmax()))
+  assert said == bytes(ids[19:]).split(b"\n")[0].decode(errors="replace").encode()
+
+LINES = """{"context": "It is ", "choices": ["abc", "zz", "q"], "answer": 1}
+{"context": "So", "choices": ["he", "the other one"], "suffix": " was here", "answer": "he"}
+
+{"context": "x", "question": "y?", "answers": ["%s", "no"]}
+{"text": "one two three"}
+"""
+
+def test_lines_of_json_are_scored_by_likelihood_by_what_is_said_and_by_the_last_word(tmp_path, capsys):
+  cfg = small("titans", vocab=256)
+  params = atlas.init(cfg, 2)
+  def log_likelihood(before, after):
+    ids = np.frombuffer(before + after, np.uint8).astype(np.int32)[None]
+    logits = atlas.forward(params, cfg, Tensor(ids[:, :-1]))[0].log_softmax(-1).numpy()[0]
+    at = np.arange(len(before) - 1, ids.shape[1] - 1)
+    return logits[at, ids[0, at + 1]].sum(), bool((logits[at].argmax(-1) == ids[0, at + 1]).all())
+  pairs = [(b"It is", b" abc"), (b"a", b"b" * 70), (b"It is", b" q"), (b"", b"z")]
+  for (found, likeliest), (before, after) in zip(train.likelihoods(params, cfg, pairs, 2), pairs):
+    expected, greedy = log_likelihood(before or b"\n", after)
+    assert found == pytest.approx(expected, rel=1e-4) and likeliest == greedy
+  path, said = tmp_path / "lines.jsonl", train.speaker(params, cfg)(np.frombuffer(b"x\ny? ", np.uint8)[None], 48)[0]
+  path.write_text(LINES % json.dumps(said[:4])[1:-1])
+  choices = [log_likelihood(b"It is", b" " + c)[0] for c in (b"abc", b"zz", b"q")]
+  suffix = [log_likelihood(b"So " + c, b" was here")[0] for c in (b"he", b"the other one")]
+  normal = [np.argmax(np.array(choices) / [3, 2, 1]) == 1, np.argmax(suffix) == 0]
+  train.evaluate_lines(train.Run(batch=2), cfg, params, *data.json_lines(path))
+  shown = capsys.readouterr().out
+  acc = np.mean([np.argmax(choices) == 1, np.argmax(suffix) == 0])
+  assert f"multiple choice: 2 lines, acc {acc:.4f}, acc_norm {np.mean(normal):.4f}" in shown and "recall: 1 lines, contains 1.0000" in shown
+  last, greedy = log_likelihood(b"one two", b" three")
+  assert f"last word: 1 lines, acc {float(greedy):.4f}, perplexity {np.exp(-last):.4g}" in shown
+
+@pytest.mark.parametrize("line,message", [
+  ('{"x"', "is not JSON"), ("[1]", "is not an object"), ('{"text": "one"}', "a text of two words"), ("[" * 100_000, "is not JSON"),
+  ('{"context": "", "choices": ["a"], "answer": 0}', "choices"), ('{"context": "", "choices": ["a", "b"], "answer": 2}', "answer"),
+  ('{"context": "", "question": "q", "answers": []}', "answers"), ("\xff", "is not JSON"), ('{"choices": ["a", "b"], "answer": 0}', "context")])
+def test_a_malformed_line_is_named_and_left_out_only_when_asked(line, message, tmp_path):
+  path = tmp_path / "lines.jsonl"
+  path.write_bytes(b'{"text": "one two"}\n\n' + line.encode("latin1") + b'\n{"text": "three four"}')
+  with pytest.raises(ValueError, match="line 3 .*skip_bad=1") as e: data.json_lines(path)
+  assert message in str(e.value)
+  found, skipped = data.json_lines(path, skip_bad=True)
+  assert [row["text"] for _, row in found] == ["one two", "three four"] and skipped == 1
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, text, capsys, monkeypatch):
   """The step whose loss is not finite is named; the checkpoint whose weights gave that loss goes, the one before stays and is good."""
   monkeypatch.setattr(train, "rate", lambda run, step: 1e-3 if step < 3 else 1e30)
@@ -1156,6 +1262,19 @@ def test_the_heatmap_shows_storing_the_window_and_forgetting(tmp_path, capsys):
   printed = capsys.readouterr().out
   assert all(name in printed for name in found) and ("pip install" in printed or (tmp_path / "memory.png").stat().st_size > 10_000)
 
+@pytest.mark.parametrize("task", ["", "mqar:vocab=40,length=12,pairs=2"])
+def test_a_trial_is_the_best_rate_of_the_first_seed_and_each_seed_is_that_training_run(task, tmp_path):
+  """Compiled once for all seeds and rates: the second seed gives what a run of its own gives."""
+  trial = experiments.Trial("swla", SMALL, task, steps=3, batch=2, length=8, rates=(1e-9, 0.05), seeds=(0, 1))
+  found = experiments.trained(trial)
+  words = [f"{k}={v}" for k, v in (SMALL | {"vocab": 40 if task else 256}).items()]
+  alone = experiments.trained(trial._replace(rates=(found.rate,), seeds=(1,)))
+  assert found.scores.shape == (2, 1) and found.scores[1] == alone.scores[0] and found.steps == 3 and found.parameters > 1000 and found.gflop > 0
+  if not task:
+    assert found.rate == 0.05
+    run = ["preset=swla", *words, "steps=3", "batch=2", "length=8", "lr=0.05", "warmup=0", "seed=1", "eval_every=3", f"out={tmp_path / 'o'}"]
+    assert train.main(run) == 0 and float(rows(tmp_path / "o")[-1][3]) == pytest.approx(found.scores[1, 0], abs=1e-5)
+
 def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
   monkeypatch.setattr(experiments, "LAYERS", {"small": experiments.Layer(dict(window=2, chunk=4), 2, 4, 4, 1, 12, True)})
   experiments.speed()
@@ -1164,7 +1283,10 @@ def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
   assert float(shown.split("outputs and gradients ")[1].split()[0]) < 1e-5
 
 def test_the_readmes_commands_are_accepted(tmp_path, monkeypatch, capsys):
-  shutil.copy(Path(__file__).parent / "README.md", tmp_path)
+  readme = Path(shutil.copy(Path(__file__).parent / "README.md", tmp_path)).read_text()
   monkeypatch.chdir(tmp_path)
-  assert len(commands()) > 10
-  for words in commands(): assert train.main([*words, "steps=0"]) == 0 or "has no checkpoint" in last_error(capsys), words
+  Path("lines.jsonl").write_text(readme.split("```json\n")[1].split("```")[0])
+  assert len(commands()) > 10 and [kind for kind, _ in data.json_lines(Path("lines.jsonl"))[0]] == ["choice", "choice", "recall", "last"]
+  for words in commands(): assert train.main([*words, "steps=0"]) == 0 or re.search("has no (checkpoint|log)", last_error(capsys)), words
+  assert set(re.findall(r"python experiments\.py (\w+)", readme)) <= set(experiments.EXPERIMENTS)
+  for words in re.findall(r"python data\.py ([^`\n#]*)", readme): assert words.isupper() or data.shown(words.split()) == 0

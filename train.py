@@ -780,14 +780,14 @@ def plot(out:Path) -> None:
   left, right = axes[0, 0], axes[0, -1]
   steps, bits = [int(r["step"]) for r in log], np.array([float(r["loss"]) for r in log]) / math.log(2)
   left.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
-  width = max(1, len(bits) // 50)
+  width = max(1, len(bits) // 20)
   left.plot(steps[width - 1:], np.convolve(bits, np.ones(width) / width, "valid"), color="C0", label=f"training, mean of {width}")
   if held := [(int(r["step"]), float(r["val_bpb"])) for r in log if r["val_bpb"]]: left.plot(*zip(*held), "o-", color="C1", label="held out")
   left.set(xlabel="step", ylabel="bits per token" if positions else "bits", title=out.name)
   left.legend(frameon=False, fontsize=8)
   if positions:
     x, y = [int(r["position"]) for r in positions], np.array([float(r["bits"]) for r in positions])
-    width = max(1, len(y) // 32)
+    width = max(1, len(y) // 16)
     right.plot(x[width - 1:], np.convolve(y, np.ones(width) / width, "valid"), color="C2")
     right.set(xlabel="position in the context", ylabel="bits", title=f"held-out loss by position, mean of {width}")
   elif accuracy:
