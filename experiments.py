@@ -420,7 +420,8 @@ def text(trial:Trial=Trial("atlas")) -> dict[str, Found]:
   found = {}
   for name, row in zip(EQUAL, all_trained([trial._replace(preset=name, fields=fields) for name, fields in EQUAL.items()])):
     found[name] = row
-    print(f"{name:18s}{row.parameters:12,d}" + "".join(f"{x:9.3f}" for x in (*row.scores[:, 0], row.scores.mean())) + f"{row.minutes:9.1f}", flush=True)
+    scores = "".join(f"{x:9.3f}" for x in (*row.scores[:, 0], row.scores.mean()))
+    print(f"{name:18s}{row.parameters:12,d}{scores}{row.minutes:9.1f}", flush=True)
   return found
 
 # Heads of 8, and a short chunk: the bound of a gradient step is one over it
