@@ -389,7 +389,7 @@ def trained(trial:Trial, variants:list[dict]=[{}]) -> Found:
       if score and (i + 1) % 100 == 0 and score(4096, {})["micro"] >= train.SOLVED: break
     if validate: return np.array([validate(train.VALIDATION_TOKENS).mean()])
     which = "answer" if cast(data.Task, task).is_bytes else "micro"
-    return np.array([cast(Callable, score)(32768, other)[which] for other in variants])
+    return np.array([cast(Callable, score)(train.VALIDATION_TOKENS // 2, other)[which] for other in variants])
   first = {rate: once(rate, trial.seeds[0]) for rate in trial.rates}
   rate = (min if text else max)(first, key=lambda r: first[r][0])
   scores = np.array([first[rate], *[once(rate, seed) for seed in trial.seeds[1:]]])
