@@ -363,10 +363,11 @@ def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
   for key, x in (("length", length), ("vocab", vocab)):
     if x is not None and settings.get(key, x) != x: raise ValueError(f"{key}={x} contradicts task={spec}: give one of them")
     if x is not None and key in known: settings[key] = x
+  if name in BYTE_TASKS and (vocab or 256) < 256: raise ValueError(f"vocab={vocab} is too small for task={name}, which is made of bytes: take 256")
   if "seed" in settings: raise ValueError(f"task={spec}: seed is a key of its own: give seed={settings['seed']}")
   settings = known | settings
   found = Task(name, settings, settings.get("vocab", max(vocab or 256, 256)), name in BYTE_TASKS)
-  found.batch(1, 0, 0)
+  if not (found.batch(1 if found.is_bytes else 64, 0, 0)[1] >= 0).any(): raise ValueError(f"task={spec} asks for nothing: take a greater length")
   return found
 
 # *** lines of JSON for evaluation ***

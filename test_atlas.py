@@ -976,7 +976,8 @@ BAD = {                                                  # a command line and wh
   "mixer=mac": "attn_window=0 leaves mac without segments", "persist=-1": "persist=-1 is too small", "preset=atlas_mag key_dim=5": "key_dim=5 is odd",
   "task=mqra": "mqra is none: name a task: mqar", "task=mqar:pears=3": "pears=3 is not a setting of mqar", "task=mqar length=63": "take 64",
   "task=mqar:length=64 length=32": "length=32 contradicts", "task=mqar vocab=20": "vocab=20 is too small", "task=mqar:seed=1": "give seed=1",
-  "task=mqar data=python": "give one of them", "mode=plot": "no log.csv", "tasks=mqar": "did you mean task",
+  "task=mqar data=python": "give one of them", "task=niah vocab=99": "made of bytes",
+  "task=in_context_recall length=2": "asks for nothing", "mode=plot": "no log.csv", "tasks=mqar": "did you mean task",
   "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
   "batch=0": "1 or more", "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
   "muon_every=3": "does not divide chunk=32", "degree=9 key_dim=64": "features, more than 65,536", "preset=swa key_dim=5": "key_dim=5 is odd",
@@ -1123,7 +1124,7 @@ def test_a_task_is_trained_on_until_it_is_solved_evaluated_beyond_and_drawn(tmp_
   shown = capsys.readouterr().out
   assert "done early" in shown and train.read_meta(train.checkpoints(out)[-1])["step"] == 3
   found = list(csv.DictReader((out / "accuracy.csv").open()))
-  assert [r["setting"] for r in found] == ["as trained", "pairs=4,again=0,length=24"] and all(0 <= float(r["micro"]) <= 1 for r in found)
+  assert [r["setting"] for r in found] == ["as given", "pairs=4,again=0,length=24"] and all(0 <= float(r["micro"]) <= 1 for r in found)
   assert train.main(["mode=eval", f"out={out}", "tokens=64"]) == 0
   assert capsys.readouterr().out.splitlines()[-2:] == shown.splitlines()[-3:-1]
   assert train.main(["mode=eval", f"out={out}", "task=copy:vocab=99"]) == 2 and "99 tokens" in last_error(capsys)
@@ -1138,7 +1139,7 @@ def test_compression_is_answered_from_one_state(tmp_path, capsys):
   out = tmp_path / "c"
   words = [*TASKED, "preset=deltanet", "task=compression:vocab=5", "length=8", "batch=2", "tokens=64", f"out={out}"]
   assert train.main([*words, "steps=1", "eval_every=0"]) == 0
-  assert train.main(["mode=eval", f"out={out}", "tokens=64"]) == 0 and "as trained" in capsys.readouterr().out
+  assert train.main(["mode=eval", f"out={out}", "tokens=64"]) == 0 and "as given" in capsys.readouterr().out
   assert train.main([*words, "steps=2", "resume=1", "eval_every=0"]) == 0
   start = train.checkpoints(out)[-1]
   run, cfg = train.from_checkpoint(start, train.Run(mode="eval"), {}, {})
@@ -1148,7 +1149,8 @@ def test_compression_is_answered_from_one_state(tmp_path, capsys):
   other = dict(params, decoder=dict(params["decoder"], position=params["decoder"]["position"].flip(0)))
   assert logits.shape == (2, 8, 5) and np.allclose(train.predictions(other, cfg, Tensor(x))[0].numpy()[:, ::-1], logits, atol=1e-6)       # places
   capsys.readouterr()
-  assert train.main(["mode=eval", f"out={out}", "task=copy:vocab=5"]) == 2 and "only compression" in last_error(capsys)
+  assert train.main(["mode=eval", f"out={out}", "task=copy:vocab=5"]) == 2 and "for its own length" in last_error(capsys)
+  assert train.main(["mode=eval", f"out={out}", "task=compression:vocab=5,length=9"]) == 2 and "for its own length" in last_error(capsys)
 
 def test_a_score_counts_places_labels_examples_and_answers():
   cfg, task = small("deltanet", vocab=40), data.task("in_context_recall:vocab=8,length=16")

@@ -319,7 +319,7 @@ def table(score:Callable, task:data.Task, tokens:int) -> list[dict]:
   """Prints and returns what `scorer` finds for every variant of the task."""
   found:list[dict] = []
   for other in task.variants():
-    name = ",".join(f"{n}={x}" for n, x in other.items()) or "as trained"
+    name = ",".join(f"{n}={x}" for n, x in other.items()) or "as given"
     row = {"setting": name} | {n: f"{x:.4f}" for n, x in score(tokens, other).items()}
     if not found: print("".join(f"{n:>24s}" if n == "setting" else f"{n:>9s}" for n in row))
     print("".join(f"{x:>24s}" if n == "setting" else f"{x:>9s}" for n, x in row.items()), flush=True)
@@ -673,8 +673,8 @@ def resolve(own:dict, model:dict) -> Job:
       what = f"task={run.task}" if task else f"data={run.data}"
       raise ValueError(f"{what} has changed since {start} was written: give the same, or init_from={start} to go on with another")
     if lines and (not is_bytes or cfg.vocab < 256): raise ValueError(f"data={run.data} is text, and {start} reads token ids: train on bytes first")
-    if task and ("decoder.in" in layout(made, cfg)) != ("decoder.in" in layout(run, cfg)):
-      raise ValueError(f"task={run.task} does not fit {start}, made with task={made.task}: only compression has a decoder")
+    if task and [(n, shape) for n, (shape, _) in layout(made, cfg).items()] != [(n, shape) for n, (shape, _) in layout(run, cfg).items()]:
+      raise ValueError(f"task={run.task} does not fit {start}, made with task={made.task}: compression has a decoder for its own length")
   if not isinstance(source, data.Task): prompt_ids(run, cfg, is_bytes)
   if run.init_from and not start:
     path = Path(os.path.expanduser(run.init_from))
