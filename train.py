@@ -658,6 +658,7 @@ def resolve(own:dict, model:dict) -> Job:
   if found: run, cfg = from_checkpoint(found[-1], run, own, model)
   elif run.mode in ("sample", "eval"): raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
   if run.task and reads and not task and "data" not in own: task = data.task(run.task, run.length, cfg.vocab)       # the checkpoint's
+  if task: run = dataclasses.replace(run, length=task.settings["length"])
   if task and task.vocab > cfg.vocab: raise ValueError(f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: give the task vocab=")
   source = task or (data.load(run.data, cfg.vocab, run.length) if reads and not lines else None)
   text, start = source if isinstance(source, data.Text) else None, found[-1] if found else None
