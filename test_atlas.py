@@ -1165,7 +1165,7 @@ def test_a_score_counts_places_labels_examples_and_answers():
     assert train.judged(story, b"Ada is in the study.\nIs Ada in the study? ", text, "hall") == right, text
   assert train.judged(data.task("niah"), b"", "it is ABC-1!", "abc-1") and not train.judged(data.task("niah"), b"", "abc", "abc-1")
 
-@pytest.mark.parametrize("name", ["titans", "transformer++", pytest.param("titans_mac", marks=slow), "dot"])
+@pytest.mark.parametrize("name", ["titans", "transformer++", *(pytest.param(n, marks=slow) for n in ("titans_mac", "dot"))])
 def test_what_a_model_says_is_the_likeliest_next_byte_of_reading_everything_anew(name):
   cfg = small(name, vocab=256)
   params, prompt = atlas.init(cfg, 1), np.random.default_rng(0).integers(97, 123, (1, 19)).astype(np.uint8)      # two chunks and three bytes
@@ -1186,11 +1186,11 @@ LINES = """{"context": "It is ", "choices": ["abc", "zz", "q"], "answer": 1}
 def test_lines_of_json_are_scored_by_likelihood_by_what_is_said_and_by_the_last_word(tmp_path, capsys):
   cfg = small("titans", vocab=256)
   params = atlas.init(cfg, 2)
+  read = TinyJit(lambda x: atlas.forward(params, cfg, x)[0].log_softmax(-1).realize())
   def log_likelihood(before, after):
-    ids = np.frombuffer(before + after, np.uint8).astype(np.int32)[None]
-    logits = atlas.forward(params, cfg, Tensor(ids[:, :-1]))[0].log_softmax(-1).numpy()[0]
-    at = np.arange(len(before) - 1, ids.shape[1] - 1)
-    return logits[at, ids[0, at + 1]].sum(), bool((logits[at].argmax(-1) == ids[0, at + 1]).all())
+    ids = np.frombuffer(before + after, np.uint8).astype(np.int32)
+    logits, at = read(Tensor(np.pad(ids, (0, 80 - len(ids)))[None])).numpy()[0], np.arange(len(before) - 1, len(ids) - 1)
+    return logits[at, ids[at + 1]].sum(), bool((logits[at].argmax(-1) == ids[at + 1]).all())
   pairs = [(b"It is", b" abc"), (b"a", b"b" * 70), (b"It is", b" q"), (b"", b"z")]
   for (found, likeliest), (before, after) in zip(train.likelihoods(params, cfg, pairs, 2), pairs):
     expected, greedy = log_likelihood(before or b"\n", after)
@@ -1265,7 +1265,7 @@ def test_the_heatmap_shows_storing_the_window_and_forgetting(tmp_path, capsys):
   printed = capsys.readouterr().out
   assert all(name in printed for name in found) and ("pip install" in printed or (tmp_path / "memory.png").stat().st_size > 10_000)
 
-@pytest.mark.parametrize("task", ["", "mqar:vocab=40,length=12,pairs=2"])
+@pytest.mark.parametrize("task", [pytest.param("", marks=slow), "mqar:vocab=40,length=12,pairs=2"])
 def test_a_trial_is_the_best_rate_of_the_first_seed_and_each_seed_is_that_training_run(task, tmp_path, capsys, monkeypatch):
   """Compiled once for all seeds and rates: the second seed gives what a run of its own gives."""
   monkeypatch.setattr(train, "VALIDATION_TOKENS", 64)
