@@ -1283,6 +1283,25 @@ def test_a_trial_is_the_best_rate_of_the_first_seed_and_each_seed_is_that_traini
     run = ["preset=deltanet", *words, "steps=3", "batch=2", "length=8", "lr=0.05", "warmup=0", "seed=1", f"out={tmp_path / 'o'}"]
     assert found.rate == 0.05 and train.main(run) == 0 and float(rows(tmp_path / "o")[-1][3]) == pytest.approx(found.scores[1, 0], abs=1e-5)
 
+@pytest.mark.parametrize("name,rows,columns", [
+  ("text", 6, 4), ("ablation", 8, 2), ("window", 5, 2), ("mqar", 7, 5), ("niah", 3, 5), ("scaling", 9, 1)])
+def test_an_experiment_prints_a_row_for_every_model_that_it_trains(name, rows, columns, capsys, monkeypatch, tmp_path):
+  """The training itself replaced: every configuration and task is made, and every score is in the table."""
+  scores = itertools.count(101)
+  def made(trials, variants=[{}]):
+    for trial in trials:
+      task = data.task(trial.task) if trial.task else None
+      cfg = atlas.preset(trial.preset, **{"vocab": task.vocab if task else 256} | trial.fields)
+      assert not task or all(task.batch(1, 0, 0, **other)[0].size for other in variants)
+      found = np.array([[next(scores) / 1000 for _ in variants] for _ in trial.seeds])
+      yield experiments.Found(found, 0.01, 7, atlas.parts(cfg)["total"], 2.0, 0.1)
+  monkeypatch.setattr(experiments, "all_trained", made)
+  monkeypatch.chdir(tmp_path)
+  experiments.EXPERIMENTS[name]()
+  shown = [line for line in capsys.readouterr().out.splitlines() if re.search(r"0\.\d{3}( |$)", line) and "rates" not in line]
+  assert len(shown) == rows
+  for line in shown: assert len(re.findall(r"\b0\.\d{3}\b", re.sub(r" \+- 0\.\d+|0\.010", "", line))) == columns, line
+
 def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
   monkeypatch.setattr(experiments, "LAYERS", {"small": experiments.Layer(dict(window=2, chunk=4), 2, 4, 4, 1, 12, True)})
   experiments.speed()
