@@ -26,7 +26,8 @@ def record(what:str, error:float) -> float:
 def report(request):
   yield
   with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-    print("\nworst relative errors: " + ", ".join(f"{what} {error:.1e}" for what, error in worst.items()))
+    if worst:                                            # each of pytest-xdist's processes reports its own, to where they all can: stderr
+      print("\nworst relative errors: " + ", ".join(f"{what} {error:.1e}" for what, error in worst.items()), file=sys.stderr, flush=True)
 
 # *** the oracle: one head, one token after the other, every weight of every token written out ***
 
