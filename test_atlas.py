@@ -702,7 +702,10 @@ def test_a_training_step_on_opencl_is_that_on_the_cpu(tmp_path):
   theirs = np.load(tmp_path / "cl.npz")
   ours = [x.contiguous().numpy().ravel() for step in one_step("ops") for x in step]
   assert len(theirs.files) == len(ours)
-  for n, x in zip(theirs.files, ours): assert record("OpenCL against CPU", relative(theirs[n], x)) < 1e-4
+  # titans first, then atlas: two forms of Muon's gradient differ by 2.8e-4 on one CPU already (train.agreement)
+  titans = len(ours) - 1 - len(get_state_dict(atlas.init(small("atlas"))))
+  for i, (n, x) in enumerate(zip(theirs.files, ours)):
+    assert record("OpenCL against CPU" + (", Muon" if i >= titans else ""), relative(theirs[n], x)) < (5e-4 if i >= titans else 1e-4)
 
 @devices
 def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch):
