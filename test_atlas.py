@@ -686,6 +686,8 @@ def one_step(backend):
   for name in ("titans", "atlas"):
     cfg = small(name, backend=backend)
     params = atlas.init(cfg, seed=1)
+    # an M_0 that is not small: from a fresh one, Newton-Schulz amplifies rounding until two forms on one CPU differ by 2.7e-4
+    for block in params["layers"].values(): block["memory"]["W2"] = (block["memory"]["W2"] / atlas.INIT.first).realize()
     tokens = np.random.default_rng(0).integers(0, cfg.vocab, (2, 17)).astype(np.int32)
     loss = atlas.loss(params, cfg, Tensor(tokens[:, :-1].copy()), Tensor(tokens[:, 1:].copy()))
     out.append([loss, *loss.gradient(*get_state_dict(params).values())])
@@ -702,10 +704,7 @@ def test_a_training_step_on_opencl_is_that_on_the_cpu(tmp_path):
   theirs = np.load(tmp_path / "cl.npz")
   ours = [x.contiguous().numpy().ravel() for step in one_step("ops") for x in step]
   assert len(theirs.files) == len(ours)
-  # titans first, then atlas: two forms of Muon's gradient differ by 2.8e-4 on one CPU already (train.agreement)
-  titans = len(ours) - 1 - len(get_state_dict(atlas.init(small("atlas"))))
-  for i, (n, x) in enumerate(zip(theirs.files, ours)):
-    assert record("OpenCL against CPU" + (", Muon" if i >= titans else ""), relative(theirs[n], x)) < (5e-4 if i >= titans else 1e-4)
+  for n, x in zip(theirs.files, ours): assert record("OpenCL against CPU", relative(theirs[n], x)) < 1e-4
 
 @devices
 def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch):
