@@ -287,9 +287,7 @@ def causal_conv(x:Tensor, w:Tensor, tail:Tensor|None) -> tuple[Tensor, Tensor]:
 
 def memory_weights(p:dict, cfg:Config) -> dict[str, Tensor]:
   """M_0 and what belongs to it, as kernels.memory takes them."""
-  weights = {n: w for n, w in p["memory"].items() if n not in ("a_root", "scale")}
-  first = {n for n in weights if n in ("W", "W2", "anchor_u")}
-  weights |= {n: weights[n] * INIT.first for n in first}
+  weights = {n: w * INIT.first if n in ("W", "W2", "anchor_u") else w for n, w in p["memory"].items() if n not in ("a_root", "scale")}
   if cfg.features == "poly": weights["a"] = p["memory"]["a_root"].square()
   return {n: Tensor.zeros(*shape) for n, shape in memory_shapes(cfg).items() if 0 in shape} | weights
 

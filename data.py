@@ -225,6 +225,7 @@ NOUNS = tuple("beach bench canal cloud coast field forge grove hotel lodge mount
 PEOPLE, ROOMS, OBJECTS = ("Ada", "Ben", "Cleo", "Dirk"), ("attic", "cellar", "garden", "hall", "kitchen", "study"), ("coin", "lamp", "rope")
 BABI_LABELS = {1: ROOMS, 2: ROOMS, 3: ROOMS, 4: ROOMS, 5: PEOPLE + OBJECTS}                      # every answer that a question can have
 STORIES = {1: (10, 1, 26), 2: (12, 2, 26), 3: (12, 3, 26), 4: (2, 2, 36), 5: (8, 1, 28)}        # facts: usual, fewest, bytes of the longest
+
 def _background(rng:np.random.Generator, text:str, size:int) -> bytes:
   """`size` bytes (1 or more) of text= from a place that is drawn, or the filler sentences over and over; the last one is a newline."""
   try: source, is_bytes = (np.resize(np.frombuffer(FILLER, dtype=np.uint8), size), True) if text == "filler" else _read_once(text)

@@ -334,6 +334,10 @@ def write_rows(path:Path, rows:list[dict]) -> None:
     writer.writerows(rows)
   path.with_suffix(".tmp").replace(path)
 
+def write_positions(folder:Path, curve:np.ndarray) -> None:
+  """The loss by position in the context, as mode=plot reads it."""
+  write_rows(folder / "positions.csv", [{"position": i + 1, "bits": f"{x:.6f}"} for i, x in enumerate(curve)])
+
 def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
   """A rough count of the bytes that a training step holds: weights, gradients and moments, and what the backward pass keeps."""
   weights = atlas.parts(cfg)["total"] * 4 * 6
@@ -452,7 +456,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, start:Path|None
   if solved and step < run.steps: print(f"{SOLVED:.0%} right after {step} steps: done early")
   if isinstance(source, data.Task) and score: write_rows(out / "accuracy.csv", table(score, source, run.tokens or VALIDATION_TOKENS))
   elif curve is not None and text:
-    write_rows(out / "positions.csv", [{"position": i + 1, "bits": f"{x:.6f}"} for i, x in enumerate(curve)])
+    write_positions(out, curve)
     print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
     print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
   if not stop.asked and text: sample(run, cfg, params, text.is_bytes)
@@ -666,9 +670,9 @@ def resolve(own:dict, model:dict) -> Job:
     raise ValueError(f"data={run.data} holds token ids: give vocab=, the number of tokens of its tokenizer")
   is_bytes = source.is_bytes if source else True
   if start:
-    made = Run(**read_meta(start)["run"])                  # a decoder belongs to the task that it was trained for
+    meta = read_meta(start)
+    made, saved = Run(**meta["run"]), meta["text"]         # a decoder belongs to the task that it was trained for
     read_weights(start, layout(made, cfg))
-    saved = read_meta(start)["text"]
     is_bytes = saved["is_bytes"]
     if source and run.mode == "train" and saved != identity(source):
       what = f"task={run.task}" if task else f"data={run.data}"
@@ -704,7 +708,7 @@ def evaluate(run:Run, cfg:atlas.Config, params:dict, text:data.Text, start:Path)
   print(f"{start}: validation loss {trained.mean() * math.log(2):.4f} nats, {trained.mean():.4f} bits per {unit}")
   for name, bits in quarters(trained): print(f"  {name} of {run.length}: {bits:.4f}")
   if len(beyond): print(f"  beyond, to {reach}: {beyond.mean():.4f}")
-  write_rows(start.parent / "positions.csv", [{"position": i + 1, "bits": f"{x:.6f}"} for i, x in enumerate(curve)])
+  write_positions(start.parent, curve)
 
 def likelihoods(params:dict, cfg:atlas.Config, rows:list[tuple[bytes, bytes]], batch:int) -> list[tuple[float, bool]]:
   """(context, continuation) -> log-likelihood of the continuation after the context in nats, and whether each of its bytes is the likeliest one.
@@ -771,7 +775,7 @@ def check_plot(out:Path) -> None:
   except ImportError: raise ValueError("mode=plot draws with matplotlib: pip install '.[plot]' (or pip install matplotlib)") from None
 
 def plot(out:Path) -> None:
-  """Draws out/log.csv: loss, validation and learning rate against steps; beside it the loss by position in the context, or the accuracy of a task in
+  """Draws out/log.csv: loss and validation against steps; beside it the loss by position in the context, or the accuracy of a task in
   every setting it was evaluated at.  Writes out/log.png."""
   import matplotlib.pyplot as plt
   def rows(name): return list(csv.DictReader((out / name).open())) if (out / name).is_file() else []
