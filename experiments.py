@@ -363,7 +363,7 @@ class Found(NamedTuple):
 def trained(trial:Trial, variants:list[dict]=[{}]) -> Found:
   """Trains at every rate with the first seed, then with the other seeds at the best rate; compiled once.  Scores: validation bits per byte of text
   (lower is better), or for each of a task's variants (the first one chooses the rate) the share of the places of held-out examples that are right,
-  for tasks in bytes of the answers that count.  99% right ends a run early."""
+  for tasks in bytes of the answers that count.  99% of that ends a run early."""
   began, task = time.perf_counter(), data.task(trial.task) if trial.task else None
   cfg = atlas.preset(trial.preset, **{"vocab": task.vocab if task else 256} | trial.fields)
   length = task.settings["length"] if task else trial.length
@@ -372,7 +372,7 @@ def trained(trial:Trial, variants:list[dict]=[{}]) -> Found:
   optimizer = train.optimizer_for(get_state_dict(params), train.Run.weight_decay)
   step, state = train.training_step(params, cfg, optimizer, train.Run.clip), train.optimizer_state(optimizer)
   fresh = {n: z.numpy().copy() for n, z in state.items()}
-  score = train.scorer(params, cfg, task, trial.batch, 0) if task else None
+  score, which = train.scorer(params, cfg, task, trial.batch, 0) if task else None, "answer" if task and task.is_bytes else "micro"
   validate = train.evaluator(params, cfg, text.val, trial.batch, length) if text else None
   longest, gflop = 0, 0.0
   def once(rate:float, seed:int) -> np.ndarray:
@@ -386,9 +386,8 @@ def trained(trial:Trial, variants:list[dict]=[{}]) -> Found:
       GlobalCounters.reset()
       with Context(TRAINING=1): step(Tensor(x), Tensor(y))
       gflop, longest = GlobalCounters.global_ops / 1e9, max(longest, i + 1)
-      if score and (i + 1) % 100 == 0 and score(4096, {})["micro"] >= train.SOLVED: break
+      if score and (i + 1) % 100 == 0 and score(4096, {})[which] >= train.SOLVED: break
     if validate: return np.array([validate(train.VALIDATION_TOKENS).mean()])
-    which = "answer" if cast(data.Task, task).is_bytes else "micro"
     return np.array([cast(Callable, score)(train.VALIDATION_TOKENS // 2, other)[which] for other in variants])
   first = {rate: once(rate, trial.seeds[0]) for rate in trial.rates}
   rate = (min if text else max)(first, key=lambda r: first[r][0])
@@ -427,7 +426,7 @@ def text(trial:Trial=Trial("atlas")) -> dict[str, Found]:
 # Heads of 8, and a short chunk: the bound of a gradient step is one over it
 SMALL = dict(dim=32, layers=1, heads=4, key_dim=8, value_dim=8, expand=1, chunk=4, muon_every=4)
 RECALL = Trial("atlas", SMALL, "mqar:vocab=256,length=128,pairs=32", 1200, 32, rates=(0.01, 0.02))
-NEEDLE = Trial("titans", {}, "niah:length=128", 1500, 16, rates=(0.005,))
+NEEDLE = Trial("deltanet", dict(chunk=4), "niah:length=128", 1200, 16, rates=(0.01,))
 EASIER = RECALL._replace(task="mqar:vocab=128,length=64,pairs=16", steps=300, rates=(0.02,))
 
 def both(names:dict[str, tuple[str, dict]], text:Trial=Trial("atlas"), recall:Trial=EASIER) -> dict[str, tuple[Found, Found]]:
@@ -450,29 +449,44 @@ def ablation() -> dict:
 
 def window(widths:tuple[int, ...]=(1, 2, 4, 8, 16)) -> dict:
   """The paper's Figure 5: OmegaNet with windows of 1 to 16 tokens."""
-  return both({f"window {c}": ("omeganet", dict(window=c)) for c in widths})
+  return both({f"window {c}": ("omeganet", dict(window=c)) for c in widths}, recall=EASIER._replace(steps=900))
 
-def mqar(presets:tuple[str, ...]=("atlas", "omeganet", "swla", "titans", "deltanet", "linear_attention", "transformer++"),
-         trial:Trial=RECALL, folder:str="assets") -> dict[str, Found]:
-  """The paper's Figure 7 at one memory size: multi-query associative recall, the same learning rates for all; then asked with fewer pairs."""
+def mqar(presets:tuple[str, ...]=("atlas", "omeganet", "swla", "titans", "deltanet", "linear_attention", "transformer++"), trial:Trial=RECALL,
+         sized:tuple[str, ...]=("atlas", "swla", "deltanet"), sizes:tuple[int, ...]=(4, 16), folder:str="assets") -> dict:
+  """The paper's Figure 7: multi-query associative recall.  All models at one size of keys and values, the same learning rates for all, asked with
+  fewer pairs too; then some of them with smaller and larger memories, at the rate that was best."""
   heading("MQAR, share right", trial)
-  most = cast(data.Task, data.task(trial.task)).settings["pairs"]
+  most, usual = cast(data.Task, data.task(trial.task)).settings["pairs"], trial.fields["key_dim"]
   counts = [most, *[most * n // 8 for n in (6, 4, 2, 1)]]
-  print(f"{'':18s}{'parameters':>11s}{'rate':>7s}{'steps':>7s}{'minutes':>9s}" + "".join(f"{f'{n} pairs':>18s}" for n in counts))
-  found = {}
-  for name, row in zip(presets, all_trained([trial._replace(preset=name) for name in presets], [{"pairs": n} for n in counts])):
-    found[name] = row
-    cells = "".join(f"{spread(x):>18s}" for x in row.scores.T)
-    print(f"{name:18s}{row.parameters:11,d}{row.rate:7.3f}{row.steps:7d}{row.minutes:9.1f}{cells}", flush=True)
+  columns = {"": 18, "key_dim": 8, "M": 7, "parameters": 11, "rate": 7, "steps": 7, "minutes": 9} | {f"{n} pairs": 18 for n in counts}
+  print("".join(f"{name:>{width}s}" for name, width in columns.items()))
+  found: dict[tuple[str, int], Found] = {}
+  def run(trials:list[Trial]):
+    for t, row in zip(trials, all_trained(trials, [{"pairs": n} for n in counts])):
+      cfg, cells = atlas.preset(t.preset, **t.fields), "".join(f"{spread(x):>18s}" for x in row.scores.T)
+      numbers = sum(map(math.prod, atlas.memory_shapes(cfg).values())) if cfg.mixer == "memory" else 0
+      found[t.preset, cfg.key_dim] = row
+      print(f"{t.preset:18s}{cfg.key_dim:8d}{numbers:7d}{row.parameters:11,d}{row.rate:7.3f}{row.steps:7d}{row.minutes:9.1f}{cells}", flush=True)
+  run([trial._replace(preset=name) for name in presets])
+  run([trial._replace(preset=name, rates=(found[name, usual].rate,), fields=trial.fields | dict(key_dim=d, value_dim=d))
+       for name in sized for d in sizes])
   def draw(_, axes):
-    axis = axes[0]
-    for name, row in found.items(): axis.errorbar(counts, row.scores.mean(0), row.scores.std(0), label=name, marker=".", capsize=2)
-    axis.set(xlabel=f"pairs (trained with {most})", ylabel="queries answered", ylim=(0, 1.02))
-    axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-  picture(Path(folder) / "mqar.png", 1, (7.5, 3.6), draw)
+    for name in presets:
+      row = found[name, usual]
+      axes[0].errorbar(counts, row.scores.mean(0), row.scores.std(0), label=name, marker=".", capsize=2)
+    for name in sized:
+      d = sorted(d for n, d in found if n == name)
+      scores = [found[name, x].scores[:, 0] for x in d]
+      axes[1].errorbar(d, [x.mean() for x in scores], [x.std() for x in scores], color=f"C{presets.index(name)}", marker=".", capsize=2)
+    axes[0].set(xlabel=f"pairs (trained with {most})", ylabel="queries answered", ylim=(0, 1.02))
+    axes[1].set(xlabel=f"size of keys and values, {most} pairs", xscale="log", xticks=(ticks := (*sizes, usual)), xticklabels=ticks)
+    axes[1].minorticks_off()
+    axes[0].legend(fontsize=7, frameon=False)
+  picture(Path(folder) / "mqar.png", 2, (8, 3.6), draw)
   return found
 
-def niah(presets:tuple[str, ...]=("titans", "omeganet", "atlas"), kinds:tuple[str, ...]=("pk",), trial:Trial=NEEDLE) -> dict:
+def niah(presets:tuple[str, ...]=("deltanet", "gated_deltanet", "titans", "omeganet", "atlas"),
+         kinds:tuple[str, ...]=("pk",), trial:Trial=NEEDLE) -> dict:
   """The paper's Table 3 at small scale: a needle in a haystack, trained at one length, asked at up to 16 times that; the value must be said."""
   found = {}
   for kind in kinds:

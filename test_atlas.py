@@ -3,7 +3,7 @@
 python -m pytest -q test_atlas.py            the suite;  add -m slow for every combination and longer streams"""
 import os
 os.environ.setdefault("NOOPT", "1")                      # values matter here, not speed: kernels compile in half the time
-import csv, dataclasses, functools, importlib.util, itertools, json, math, re, shlex, shutil, signal, subprocess, sys
+import csv, dataclasses, functools, importlib.util, itertools, json, math, re, resource, shlex, shutil, signal, subprocess, sys, time
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 import kernels, atlas, data, experiments, train
 from tinygrad import Context, Device, GlobalCounters, Tensor, TinyJit, dtypes
 from tinygrad.device import Buffer
-from tinygrad.nn.state import get_state_dict, safe_load
+from tinygrad.nn.state import get_state_dict, safe_load, safe_save
 
 slow = pytest.mark.slow
 worst: dict[str, float] = {}
@@ -1058,10 +1058,8 @@ def test_a_run_stops_cleanly_resumes_bit_for_bit_samples_and_evaluates(tmp_path,
   assert a.keys() == b.keys() and all(a[n].numpy().tobytes() == b[n].numpy().tobytes() for n in a)
   assert rows(tmp_path / "a") == rows(tmp_path / "b") and len(rows(tmp_path / "a")) == 6
 
-  newest = train.checkpoints(tmp_path / "b")[-1]
-  newest.write_bytes(newest.read_bytes()[:-5])
+  for path in train.checkpoints(tmp_path / "b"): path.write_bytes(b"damaged")
   capsys.readouterr()
-  assert train.main([*run, f"out={tmp_path / 'b'}", "resume=1"]) == 2 and f"{newest.name} is not a checkpoint" in last_error(capsys)
   assert train.main(["mode=eval", "data=/nowhere", f"out={tmp_path / 'b'}"]) == 2 and "data=/nowhere" in last_error(capsys)      # data comes first
 
   said = []
@@ -1126,7 +1124,7 @@ def test_a_task_is_trained_on_until_it_is_solved_evaluated_beyond_and_drawn(tmp_
   monkeypatch.setattr(train, "SOLVED", 0.0)              # the first look at held-out examples ends it
   assert train.main([*words, "steps=6", "eval_every=3"]) == 0
   shown = capsys.readouterr().out
-  assert "done early" in shown and train.read_meta(train.checkpoints(out)[-1])["step"] == 3
+  assert "done early" in shown and atlas.read(train.checkpoints(out)[-1]).meta["step"] == 3
   found = list(csv.DictReader((out / "accuracy.csv").open()))
   assert [r["setting"] for r in found] == ["as given", "pairs=4,again=0,length=24"] and all(0 <= float(r["micro"]) <= 1 for r in found)
   assert train.main(["mode=eval", f"out={out}", "tokens=64"]) == 0
@@ -1146,8 +1144,9 @@ def test_compression_is_answered_from_one_state(tmp_path, capsys):
   assert train.main(["mode=eval", f"out={out}", "tokens=64"]) == 0 and "as given" in capsys.readouterr().out
   assert train.main([*words, "steps=2", "resume=1", "eval_every=0"]) == 0
   start = train.checkpoints(out)[-1]
-  run, cfg = train.from_checkpoint(start, train.Run(mode="eval"), {}, {})
-  params = atlas.unflatten(train.read_weights(start, train.layout(run, cfg)))
+  saved = atlas.read(start)
+  run, cfg = train.from_checkpoint(saved, train.Run(mode="eval"), {}, {})
+  params = atlas.weights_of(saved, train.layout(run, cfg))
   x, _ = data.task(run.task, 8, 5).batch(2, 0, 0)
   logits = train.predictions(params, cfg, Tensor(x))[0].numpy()
   other = dict(params, decoder=dict(params["decoder"], position=params["decoder"]["position"].flip(0)))
@@ -1230,8 +1229,154 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
   assert train.main(run) == 1
   message = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line.startswith("error")]
   step, kept = int(re.findall(r"at step (\d+) is not finite", message[0])[0]), train.checkpoints(tmp_path / "o")[-1]
-  assert len(message) == 1 and step >= 5 and train.read_meta(kept)["step"] == step - 2 and str(kept) in message[0]
+  assert len(message) == 1 and step >= 5 and atlas.read(kept).meta["step"] == step - 2 and str(kept) in message[0]
   assert len(rows(tmp_path / "o")) == step               # the header and every step before
+
+# *** 11. runs that can be trusted ***
+
+TEN = [*TINY, "preset=titans", "steps=10", "batch=2", "length=16", "eval_every=5", "tokens=1", "warmup=2", "lr=0.01", "save_every=2"]
+FIRST = [5.842412, 6.285869, 6.048682, 6.173052, 5.734958, 5.480784, 5.535793, 5.401351, 5.312453, 5.672167]                # losses of the first steps
+
+together = pytest.mark.xdist_group("ten")               # in one process, which compiles it once
+
+@pytest.fixture(scope="module")
+def ten(tmp_path_factory):
+  """A folder with ten steps of training on generated text, checkpoints of the last two even steps, and the command that made it."""
+  folder = tmp_path_factory.mktemp("ten")
+  (folder / "text.txt").write_bytes(bytes(np.random.default_rng(0).integers(97, 105, 4000, dtype=np.uint8)))
+  command = [*TEN, f"data={folder / 'text.txt'}"]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    patch.setattr(train, "VALIDATION_TOKENS", 64)
+    assert train.main([*command, f"out={folder / 'out'}"]) == 0
+  return folder, command
+
+@pytest.fixture
+def mine(ten, tmp_path, monkeypatch):
+  """A copy of it: the command, without its last step, and its out."""
+  folder, command = ten
+  monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+  monkeypatch.setattr(train, "VALIDATION_TOKENS", 64)
+  shutil.copytree(folder / "out", tmp_path / "out")
+  return [*command, f"out={tmp_path / 'out'}"], tmp_path / "out"
+
+def result(out):
+  """What a run ends with: tensors and log, but for the columns that tell the time."""
+  saved = atlas.read(train.checkpoints(out)[-1])
+  return {n: z.numpy().tobytes() for n, z in saved.tensors.items()}, [row[:7] for row in csv.reader((out / "log.csv").open())]
+
+def process(words, folder, **settings):
+  """A command line in a process of its own, with a small validation."""
+  script = "import sys, train; train.VALIDATION_TOKENS = 64; sys.exit(train.main(sys.argv[1:]))"
+  env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parent)}
+  return subprocess.Popen([sys.executable, "-c", script, *words], env=env, **settings)
+
+@together
+def test_the_first_losses_are_these(ten):
+  losses = [float(row[2]) for row in result(ten[0] / "out")[1][1:]]
+  assert losses == pytest.approx(FIRST, rel=1e-4)        # other devices and compilers round otherwise
+
+@together
+def test_another_process_gives_the_same_log_and_weights_byte_for_byte(ten, tmp_path):
+  folder, command = ten
+  assert process([*command, f"out={tmp_path / 'again'}"], tmp_path).wait() == 0                   # with a cache of its own: it compiles anew
+  assert result(tmp_path / "again") == result(folder / "out")
+
+@together
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued_to_the_same_end(ten, mine, capsys):
+  command, out = mine
+  older, newer = train.checkpoints(out)
+  newer.write_bytes(newer.read_bytes()[:-5])
+  assert train.main([*command, "resume=1", "steps=0"]) == 0
+  warning = last_error(capsys)
+  assert f"{newer} is damaged" in warning and f"{older} is taken instead" in warning
+  assert train.main([*command, "resume=1"]) == 0 and result(out) == result(ten[0] / "out")
+  assert sorted(p.name for p in out.iterdir()) == ["log.csv", "positions.csv", older.name, newer.with_suffix(".damaged").name, newer.name]
+  for path in train.checkpoints(out): path.write_bytes(b"")
+  capsys.readouterr()
+  assert train.main([*command, "resume=1"]) == 2 and f"{newer} is not a checkpoint" in last_error(capsys)
+
+@together
+def test_a_file_is_refused_whatever_bit_of_it_is_flipped_and_whoever_wrote_it(ten, tmp_path):
+  good, path, rng = train.checkpoints(ten[0] / "out")[-1].read_bytes(), tmp_path / "f.safetensors", np.random.default_rng(0)
+  header = 8 + int.from_bytes(good[:8], "little")
+  def refused(content, message):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as fault: atlas.load(path)
+    assert str(path) in str(fault.value) and "\n" not in str(fault.value)
+  for at in (*range(0, header, 5), *rng.integers(header, len(good), 100)):
+    bad = bytearray(good)
+    bad[at] ^= 1 << int(rng.integers(8))
+    refused(bytes(bad), "is damaged|is not a checkpoint|has the format|cannot be read")
+  for cut in (0, 4, 8, 100, header, len(good) - 1): refused(good[:cut], "is damaged|is not a checkpoint")
+  refused(good + b"\0", "is damaged")
+  refused(good.replace(b'"atlas-2"', b'"atlas-3"'), "has the format atlas-3, and this version reads atlas-2")
+  safe_save({"embed": Tensor([1.0])}, str(tmp_path / "foreign"))
+  refused((tmp_path / "foreign").read_bytes(), "is not a checkpoint")
+  refused(b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04echo\x85R.", "is not a checkpoint")         # a pickle
+  with pytest.raises(ValueError, match="cannot be read"): atlas.load(tmp_path)
+
+@together
+def test_an_exported_file_is_loaded_with_its_settings_and_can_be_trained_on(mine, capsys):
+  command, out = mine
+  path = out / "weights.safetensors"
+  assert train.main(["mode=export", f"out={out}"]) == 0 and str(path) in capsys.readouterr().out
+  for cfg, params in (atlas.load(path), atlas.load(train.checkpoints(out)[-1])):
+    assert cfg == small("titans", vocab=256)
+    flat, saved = get_state_dict(params), atlas.read(train.checkpoints(out)[-1])
+    assert list(flat) == list(atlas.layout(cfg)) and all((z.numpy() == saved.tensors[f"weights.{n}"].numpy()).all() for n, z in flat.items())
+  assert safe_load(path).keys() == flat.keys()           # plain: anything that reads safetensors reads these names
+  assert train.main([*command, f"out={out}.new", f"init_from={path}", "steps=0"]) == 0
+  path.rename(out / "step_00000011.safetensors")         # weights alone are nothing to continue
+  capsys.readouterr()
+  assert train.main([*command, "resume=1", "steps=0"]) == 0 and "holds weights and no run" in last_error(capsys)
+  assert train.main(["mode=export", f"out={out}.none"]) == 2 and "has no checkpoint" in last_error(capsys)
+
+@together
+def test_two_runs_do_not_share_a_folder(mine, capsys):
+  command, out = mine
+  before = sorted(p.name for p in out.iterdir())
+  with train.held(out):
+    for more in ([], ["resume=1", "steps=12"]): assert train.main([*command, *more]) == 2 and "is in use by another run" in last_error(capsys)
+  assert sorted(p.name for p in out.iterdir()) == before and not Path(f"{out}.1").exists()
+  assert train.main([*command, "resume=1"]) == 0
+
+@together
+def test_a_write_that_fails_loses_nothing_and_the_run_goes_on_to_the_same_end(ten, mine, monkeypatch, capsys):
+  command, out = mine
+  shutil.rmtree(out)
+  original, limits = data.batch, resource.getrlimit(resource.RLIMIT_FSIZE)
+  def full(*args):                                       # from the sixth step on no file may have more than 20,000 bytes
+    if args[-1] == 5: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    return original(*args)
+  monkeypatch.setattr(data, "batch", full)
+  try: assert train.main(command) == 1
+  finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  error = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line.startswith("error")]
+  assert len(error) == 1 and "cannot be written" in error[0] and "make room" in error[0]
+  assert sorted(p.name for p in out.iterdir()) == ["log.csv", "step_00000002.safetensors", "step_00000004.safetensors"]
+  assert len(result(out)[1]) == 7                        # the header, and the log to its last row
+  monkeypatch.setattr(data, "batch", original)
+  (out / "step_00000006.tmp").write_bytes(b"half")       # as a kill in the middle of a write leaves it
+  assert train.main([*command, "resume=1"]) == 0 and result(out) == result(ten[0] / "out") and not list(out.glob("*.tmp"))
+
+@slow
+def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(ten, tmp_path):
+  """SIGKILL at random moments, most of them in training or in the writing of a checkpoint, which this run does at every second step."""
+  folder, command = ten
+  command, kills, rng = [*command, "steps=600"], 0, np.random.default_rng()
+  began = time.perf_counter()
+  assert process([*command, f"out={tmp_path / 'whole'}"], folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait() == 0
+  usual, out = time.perf_counter() - began, tmp_path / "killed"
+  while (code := (run := process([*command, "resume=1", f"out={out}"], folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)).poll()) is None:
+    try: code = run.wait(rng.uniform(0, usual / 4)) if kills < 25 else run.wait()
+    except subprocess.TimeoutExpired: run.kill()
+    said = run.communicate()[1].decode()
+    if code is not None: break
+    assert "Traceback" not in said
+    kills += 1
+  assert code == 0 and kills >= 20 and result(out) == result(tmp_path / "whole")
+  print(f"killed {kills} times")
 
 def commands():
   """The arguments of every command of the README that runs train.py."""
@@ -1279,7 +1424,8 @@ def test_a_trial_is_the_best_rate_of_the_first_seed_and_each_seed_is_that_traini
   if task:
     alone = experiments.trained(trial._replace(rates=(found.rate,), seeds=(1,)))
     assert found.scores[1, 0] == alone.scores[0, 0]
-    row = experiments.mqar(("deltanet",), trial._replace(task="mqar:vocab=40,length=32,pairs=8", seeds=(0,)), str(tmp_path))["deltanet"]
+    row = experiments.mqar(("deltanet",), trial._replace(task="mqar:vocab=40,length=32,pairs=8", seeds=(0,)),
+                           ("deltanet",), (2,), str(tmp_path))["deltanet", SMALL["key_dim"]]
     printed = capsys.readouterr().out
     assert "8 pairs" in printed and "1 pairs" in printed and f"{row.scores[0, 0]:.3f} +- 0.000" in printed
   else:
@@ -1288,7 +1434,7 @@ def test_a_trial_is_the_best_rate_of_the_first_seed_and_each_seed_is_that_traini
     assert found.rate == 0.05 and train.main(run) == 0 and float(rows(tmp_path / "o")[-1][3]) == pytest.approx(found.scores[1, 0], abs=1e-5)
 
 @pytest.mark.parametrize("name,rows,columns", [
-  ("text", 6, 4), ("ablation", 8, 2), ("window", 5, 2), ("mqar", 7, 5), ("niah", 3, 5), ("scaling", 9, 1)])
+  ("text", 6, 4), ("ablation", 8, 2), ("window", 5, 2), ("mqar", 13, 5), ("niah", 5, 5), ("scaling", 9, 1)])
 def test_an_experiment_prints_a_row_for_every_model_that_it_trains(name, rows, columns, capsys, monkeypatch, tmp_path):
   """The training itself replaced: every configuration and task is made, and every score is in the table."""
   scores = itertools.count(101)

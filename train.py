@@ -2,28 +2,29 @@
 
 With no arguments it trains the small `atlas` preset on the source text of Python's own library and lets it speak."""
 from __future__ import annotations
-import codecs, csv, dataclasses, hashlib, importlib.metadata, json, math, multiprocessing, os, pickle, platform, signal, sys, time
+import codecs, contextlib, csv, dataclasses, hashlib, importlib.metadata, json, math, multiprocessing, os, pickle, platform, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, cast
+from typing import Any, Callable, Iterable, NamedTuple, cast
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.device import Buffer
 from tinygrad.helpers import ContextVar, GlobalCounters
 from tinygrad.nn.optim import AdamW, OptimizerGroup
-from tinygrad.nn.state import get_state_dict, safe_load, safe_load_metadata, safe_save
+from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
 import atlas, data, kernels
+try: import fcntl
+except ImportError: fcntl = None        # type: ignore[assignment]  # not on Windows: there nothing keeps two runs out of one folder
 
 BAND = (2.81, 3.01)      # validation bits per byte of the run without arguments
-FORMAT = "atlas-1"
 
 @dataclass(frozen=True)
 class Run:
   """The command's own settings; a model's are those of atlas.Config."""
-  mode: str = "train"           # train | sample | eval | bench | plot | params
+  mode: str = "train"           # train | sample | eval | export | bench | plot | params
   preset: str = "atlas"         # named model, see atlas.PRESETS
   size: str = "tiny"            # tiny | 170m | 340m | 760m | 1.3b
   data: str = "python"          # text: python (the standard library's source), a file, a folder, or a .bin token file; eval: .jsonl too
@@ -53,7 +54,8 @@ class Run:
 VALIDATION_TOKENS = 65_536
 SOLVED = 0.99                 # share of a task's places right at which training ends
 ANSWER_TOKENS = 48            # longest answer that is generated in evaluation
-MODES = ("train", "sample", "eval", "bench", "plot", "params")
+MODES = ("train", "sample", "eval", "export", "bench", "plot", "params")
+READERS = ("sample", "eval", "export")                 # modes that need a checkpoint
 LEAST = {"batch": 1, "length": 1}                      # every other number of Run is at least 0
 FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets", "lengths", "prompt", "tokens", "temperature",
         "top_k", "skip_bad"}
@@ -111,6 +113,8 @@ def check_out(out:Path) -> None:
   if not there.is_dir(): raise ValueError(f"out={out} cannot be a folder, {there} is a file: give another out")
   for folder in {there, out.absolute().parent} if used(out) else {there}:
     if not os.access(folder, os.W_OK | os.X_OK): raise ValueError(f"out={out} is not writable: give another out, or change the rights of {folder}")
+  if out.is_dir():
+    with held(out): pass
 
 def usage() -> str:
   """Every key with its default and meaning, from the comments beside the fields."""
@@ -125,28 +129,44 @@ def usage() -> str:
       lines.append(f"  {name + '=' + default:22s} {meaning.strip()}")
   return "\n".join(lines + [f"\nPresets: {', '.join(atlas.PRESETS)}", f"Sizes: {', '.join(atlas.SIZES)}"])
 
-# *** checkpoints: one safetensors file each ***
+# *** checkpoints: one file each, see atlas.save; and the folder that they are in ***
 
 def checkpoints(out:Path) -> list[Path]: return sorted(out.glob("step_*.safetensors"))
 def used(out:Path) -> bool: return bool(checkpoints(out)) or (out / "log.csv").exists()
 
-def save(out:Path, step:int, tensors:dict[str, Tensor], meta:dict) -> None:
-  """Writes out/step_NNNNNNNN.safetensors under a temporary name, syncs, renames; keeps the last two."""
-  path = out / f"step_{step:08d}.safetensors"
-  temporary = path.with_suffix(".tmp")
-  safe_save(tensors, str(temporary), {"format": FORMAT, "step": str(step)} | {k: json.dumps(v) for k, v in meta.items()})
-  with open(temporary, "rb+") as f: os.fsync(f.fileno())
-  temporary.replace(path)
-  for old in checkpoints(out)[:-2]: old.unlink()
+def newest(out:Path) -> atlas.Saved|None:
+  """The newest checkpoint that is whole, naming those that it passes over; None where there is none at all.  ValueError where all are damaged."""
+  faults: list[str] = []
+  for path in reversed(checkpoints(out)):
+    try: saved = read_checkpoint(path)
+    except ValueError as e: faults.append(str(e))
+    else:
+      for fault in faults: print(f"warning: {fault}; {path} is taken instead", file=sys.stderr)
+      return saved
+  if faults: raise ValueError(faults[0])
+  return None
 
-def read_meta(path:Path) -> dict:
-  """What a checkpoint says of itself: step, config, run, text.  ValueError for anything but a checkpoint of this project."""
-  try:
-    _, start, table = safe_load_metadata(path)
-    meta = table.pop("__metadata__")
-    assert meta["format"] == FORMAT and path.stat().st_size == start + max(row["data_offsets"][1] for row in table.values())
-    return {"step": int(meta["step"]), **{k: json.loads(meta[k]) for k in ("config", "run", "text")}}
-  except Exception: raise ValueError(f"{path} is not a checkpoint of this project, or is damaged: move it away or name another") from None
+def read_checkpoint(path:Path) -> atlas.Saved:
+  """A checkpoint of training.  ValueError for anything else, an exported file too."""
+  saved = atlas.read(path)
+  if {"step", "run", "text", "config"} <= saved.meta.keys(): return saved
+  raise ValueError(f"{path} holds weights and no run to continue: name a checkpoint, or give init_from={path}")
+
+class Taken(ValueError): pass
+
+@contextlib.contextmanager
+def held(out:Path):
+  """Keeps every other run out of a folder, until it ends or is killed.  Taken, if there is one.  It is the folder itself that is locked: a lock that
+  moves with it, needs no file and can't be left behind."""
+  if not fcntl: yield
+  else:
+    folder = os.open(out, os.O_RDONLY)
+    try:
+      try: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError: raise Taken(f"out={out} is in use by another run: give another out, or stop that run first") from None
+      except OSError: pass                               # a file system without locks
+      yield
+    finally: os.close(folder)
 
 def layout(run:Run, cfg:atlas.Config) -> dict:
   """atlas.layout, and for task=compression its decoder (see predictions)."""
@@ -154,17 +174,6 @@ def layout(run:Run, cfg:atlas.Config) -> dict:
   wide = round(cfg.mlp_ratio * cfg.dim)
   shapes = {"position": (run.length, cfg.dim), "in": (2 * wide, cfg.dim), "out": (cfg.dim, wide)}
   return atlas.layout(cfg) | {f"decoder.{n}": (shape, shape[1] ** -0.5) for n, shape in shapes.items()}
-
-def read_weights(path:Path, table:dict) -> dict[str, Tensor]:
-  """A checkpoint's slow weights by flat name, checked against the settings' shapes (of `layout`)."""
-  tensors = safe_load(path)
-  found = {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}
-  if extra := found.keys() - table.keys(): raise ValueError(f"{path} has a weight {min(extra)} that the settings do not ask for")
-  for name, (shape, _) in table.items():
-    if name not in found: raise ValueError(f"{path} has no weight {name}: it was made with other settings")
-    if found[name].shape != shape:
-      raise ValueError(f"{path}: {name} has shape {found[name].shape}, the settings ask for {shape}: give the settings it was made with")
-  return {n: Tensor(found[n].numpy()).realize() for n in table}
 
 def identity(source:data.Text|data.Task) -> dict:
   if isinstance(source, data.Task): return {"is_bytes": source.is_bytes, "task": source.name} | source.settings
@@ -326,17 +335,18 @@ def table(score:Callable, task:data.Task, tokens:int) -> list[dict]:
     found.append(row)
   return found
 
-def write_rows(path:Path, rows:list[dict]) -> None:
+def write_rows(path:Path, names:Iterable[str], rows:Iterable[Iterable]) -> None:
   """A .csv file, whole or not at all."""
-  with path.with_suffix(".tmp").open("w", newline="") as file:
-    writer = csv.DictWriter(file, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
+  with path.with_suffix(".tmp").open("w", newline="") as file: csv.writer(file).writerows([names, *rows])
   path.with_suffix(".tmp").replace(path)
+
+def write_table(folder:Path, found:list[dict]) -> None:
+  """A task's accuracy in every setting, as mode=plot reads it."""
+  write_rows(folder / "accuracy.csv", found[0], [row.values() for row in found])
 
 def write_positions(folder:Path, curve:np.ndarray) -> None:
   """The loss by position in the context, as mode=plot reads it."""
-  write_rows(folder / "positions.csv", [{"position": i + 1, "bits": f"{x:.6f}"} for i, x in enumerate(curve)])
+  write_rows(folder / "positions.csv", ("position", "bits"), [(i + 1, f"{x:.6f}") for i, x in enumerate(curve)])
 
 def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
   """A rough count of the bytes that a training step holds: weights, gradients and moments, and what the backward pass keeps."""
@@ -366,23 +376,33 @@ LOG = ("step", "tokens", "loss", "val_bpb", "lr", "grad_norm", "eta", "tok_s", "
 def open_log(out:Path, step:int):
   """out/log.csv, ready for the row after `step`, and the seconds that its last row has; rows after a restored step are dropped."""
   path = out / "log.csv"
-  kept = list(csv.reader(path.open()))[1:] if step and path.exists() else []
-  file = path.open("w", newline="")
-  writer = csv.writer(file)
-  kept = [row for row in kept if len(row) == len(LOG) and row[0].isdigit() and int(row[0]) <= step]
-  writer.writerows([LOG, *kept])
-  return file, writer, float(kept[-1][-1]) if kept else 0.0
+  found = list(csv.reader(path.open())) if step and path.exists() else []
+  kept = [row for row in found if len(row) == len(LOG) and row[0].isdecimal() and int(row[0]) <= step]
+  write_rows(path, LOG, kept)
+  file = path.open("a", newline="")
+  return file, csv.writer(file), float(kept[-1][-1]) if kept else 0.0
 
-def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, start:Path|None, check_band:bool, stop:Stop) -> int:
-  """Trains from `start` (a checkpoint) or from scratch; saves, validates, samples.  Returns the exit code."""
-  out, step, began = Path(run.out), read_meta(start)["step"] if start else 0, time.perf_counter()
-  weights = layout(run, cfg)
-  params = atlas.unflatten(read_weights(start, weights)) if start else atlas.filled(weights, run.seed)
-  if run.init_from and not start: params = atlas.unflatten(read_weights(Path(os.path.expanduser(run.init_from)), weights))
+@contextlib.contextmanager
+def run_folder(out:Path, fresh:bool):
+  """The folder of a run, for it alone.  A fresh run moves an earlier one aside; what a killed one left half written is removed."""
+  if fresh and used(out):
+    with held(out):
+      n = next(n for n in range(1, sys.maxsize) if not Path(f"{out}.{n}").exists())
+      out.rename(f"{out}.{n}")
+    print(f"moved the earlier run to {out}.{n}")
+  out.mkdir(parents=True, exist_ok=True)
+  with held(out):
+    for half in out.glob("*.tmp"): half.unlink()
+    yield
+
+def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, start:atlas.Saved|None, check_band:bool, stop:Stop) -> int:
+  """Trains params, from `start` (the checkpoint that they are of) or from step 0; saves, validates, samples.  Returns the exit code."""
+  out, step, began = Path(run.out), start.meta["step"] if start else 0, time.perf_counter()
   optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
+  for path in checkpoints(out):                          # `newest` passed over these
+    if start and path > start.path: path.replace(path.with_suffix(".damaged"))
   if start:
-    saved = safe_load(start)
-    for name, t in optimizer_state(optimizer).items(): t.assign(Tensor(saved[name].numpy())).realize()
+    for name, t in optimizer_state(optimizer).items(): t.assign(Tensor(start.tensors[name].numpy())).realize()
   key = cache_key(run, cfg) if run.cache else ""
   if found := cached_step(key) if key else None:         # the step's own tensors take the values
     for mine, its in ((get_state_dict(params), get_state_dict(found.params)), (optimizer_state(optimizer), optimizer_state(found.optimizer))):
@@ -390,13 +410,13 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, start:Path|None
     train_step, params, optimizer = found
   else: train_step = training_step(params, cfg, optimizer, run.clip)
   flat = get_state_dict(params)
-  if not start and used(out):
-    n = next(n for n in range(1, sys.maxsize) if not Path(f"{out}.{n}").exists())
-    out.rename(f"{out}.{n}")
-    print(f"moved the earlier run to {out}.{n}")
-  out.mkdir(parents=True, exist_ok=True)
   meta = {"config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": identity(source)}
-  def save_now(): save(out, step, {f"weights.{n}": p for n, p in flat.items()} | optimizer_state(optimizer), meta)
+  def save_now():
+    """Keeps the last two checkpoints.  What the log says of their steps is on the disk before them."""
+    os.fsync(log.fileno())
+    tensors = {f"weights.{n}": p for n, p in flat.items()} | optimizer_state(optimizer)
+    atlas.save(out / f"step_{step:08d}.safetensors", tensors, {"step": step, "solved": solved} | meta)
+    for old in checkpoints(out)[:-2]: old.unlink()
   def not_finite(what:str, bad:int) -> int:
     """The weights after step `bad` gave a loss or gradient that is not finite: their checkpoint, if this run wrote one, is no good."""
     if bad > first: (out / f"step_{bad:08d}.safetensors").unlink(missing_ok=True)
@@ -405,8 +425,8 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, start:Path|None
           file=sys.stderr)
     return 1
 
-  per_step, first = run.batch * run.length, step
-  text, curve, solved = source if isinstance(source, data.Text) else None, cast(np.ndarray|None, None), False
+  per_step, first, solved = run.batch * run.length, step, bool(start and start.meta.get("solved"))
+  text, curve = source if isinstance(source, data.Text) else None, cast(np.ndarray|None, None)
   unit = "label" if isinstance(source, data.Task) else "byte" if source.is_bytes else "token"
   validate = evaluator(params, cfg, text.val, run.batch, run.length) if text else None
   score = None if text else scorer(params, cfg, cast(data.Task, source), run.batch, run.seed)
@@ -452,9 +472,10 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, start:Path|None
     print(f"stopped at step {step}, saved: continue with resume=1")
     return 0
 
+  if curve is None and run.eval_every and validate: curve = validate(VALIDATION_TOKENS)        # a run that had been stopped after its last step
   if curve is not None and not np.isfinite(curve).all(): return not_finite(f"the validation loss after step {step}", step)
   if solved and step < run.steps: print(f"{SOLVED:.0%} right after {step} steps: done early")
-  if isinstance(source, data.Task) and score: write_rows(out / "accuracy.csv", table(score, source, run.tokens or VALIDATION_TOKENS))
+  if isinstance(source, data.Task) and score: write_table(out, table(score, source, run.tokens or VALIDATION_TOKENS))
   elif curve is not None and text:
     write_positions(out, curve)
     print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
@@ -636,7 +657,8 @@ class Job(NamedTuple):
   run: Run
   cfg: atlas.Config
   source: data.Text|data.Task|None
-  start: Path|None
+  start: atlas.Saved|None
+  params: dict|None           # the weights of start or init_from
   check_band: bool
   lines: tuple[list, int]|None = None
 
@@ -644,61 +666,66 @@ def resolve(own:dict, model:dict) -> Job:
   """Everything that can be wrong is found here or in parse, in this order: syntax, keys, types, combinations, device, data, checkpoint, out."""
   run = Run(**own)
   check_run(run)
-  if run.mode in ("sample", "eval") and run.init_from: raise ValueError(f"init_from={run.init_from} is for training: name a folder with out=")
+  if run.mode in READERS and run.init_from: raise ValueError(f"init_from={run.init_from} is for training: name a folder with out=")
   if "task" in own and "data" in own: raise ValueError(f"data={run.data} and task={run.task} are two things to read: give one of them")
   out, reads = Path(os.path.expanduser(run.out)), run.mode in ("train", "eval")
   run = dataclasses.replace(run, out=str(out))
   if run.mode == "plot":
     check_plot(out)
-    return Job(run, atlas.preset(run.preset, run.size, **model), None, None, False)
+    return Job(run, atlas.preset(run.preset, run.size, **model), None, None, None, False)
   task = data.task(run.task, own.get("length"), model.get("vocab")) if run.task and reads else None
   if task and run.mode == "train": run, model = dataclasses.replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
-  found = checkpoints(out) if run.mode in ("sample", "eval") or run.resume else []
+  found = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
   if run.mode == "bench": cfg = [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
   elif not found: cfg = atlas.preset(run.preset, run.size, **model)           # with a checkpoint, its settings count
   check_device()
   lines = data.json_lines(Path(os.path.expanduser(run.data)), run.skip_bad) if run.mode == "eval" and run.data.endswith(".jsonl") else None
   if "data" in own and reads and not lines and (found or run.mode == "eval"): data.read(run.data)       # its fault comes before the checkpoint's
-  if found: run, cfg = from_checkpoint(found[-1], run, own, model)
-  elif run.mode in ("sample", "eval"): raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
+  start = newest(out) if found else None
+  if start: run, cfg = from_checkpoint(start, run, own, model)
+  elif run.mode in READERS: raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
   if run.task and reads and not task and "data" not in own: task = data.task(run.task, run.length, cfg.vocab)       # the checkpoint's
   if task: run = dataclasses.replace(run, length=task.settings["length"])
   if task and task.vocab > cfg.vocab: raise ValueError(f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: give the task vocab=")
   source = task or (data.load(run.data, cfg.vocab, run.length) if reads and not lines else None)
-  text, start = source if isinstance(source, data.Text) else None, found[-1] if found else None
+  text, params = source if isinstance(source, data.Text) else None, cast(dict|None, None)
   if text and not text.is_bytes and not start and "vocab" not in atlas.SIZES[run.size] | model:
     raise ValueError(f"data={run.data} holds token ids: give vocab=, the number of tokens of its tokenizer")
   is_bytes = source.is_bytes if source else True
   if start:
-    meta = read_meta(start)
-    made, saved = Run(**meta["run"]), meta["text"]         # a decoder belongs to the task that it was trained for
-    read_weights(start, layout(made, cfg))
+    made, saved = Run(**start.meta["run"]), start.meta["text"]        # a decoder belongs to the task that it was trained for
+    params = atlas.weights_of(start, layout(made, cfg))
     is_bytes = saved["is_bytes"]
     if source and run.mode == "train" and saved != identity(source):
       what = f"task={run.task}" if task else f"data={run.data}"
-      raise ValueError(f"{what} has changed since {start} was written: give the same, or init_from={start} to go on with another")
-    if lines and (not is_bytes or cfg.vocab < 256): raise ValueError(f"data={run.data} is text, and {start} reads token ids: train on bytes first")
+      raise ValueError(f"{what} has changed since {start.path} was written: give the same, or init_from={start.path} to go on with another")
+    if lines and (not is_bytes or cfg.vocab < 256): raise ValueError(f"data={run.data} is text, and {start.path} is not: train on bytes first")
     if task and [(n, shape) for n, (shape, _) in layout(made, cfg).items()] != [(n, shape) for n, (shape, _) in layout(run, cfg).items()]:
-      raise ValueError(f"task={run.task} does not fit {start}, made with task={made.task}: compression has a decoder for its own length")
+      raise ValueError(f"task={run.task} does not fit {start.path}, made with task={made.task}: compression has a decoder for its own length")
   if not isinstance(source, data.Task): prompt_ids(run, cfg, is_bytes)
   if run.init_from and not start:
     path = Path(os.path.expanduser(run.init_from))
-    if not path.is_file(): raise ValueError(f"init_from={path} does not exist: name a .safetensors checkpoint")
-    read_meta(path)
-    read_weights(path, layout(run, cfg))
+    if not path.is_file(): raise ValueError(f"init_from={path} does not exist: name a checkpoint or an exported file")
+    params = atlas.weights_of(atlas.read(path), layout(run, cfg))
   if run.mode in ("train", "bench"): check_out(out)
-  return Job(run, cfg, source, start, run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET, lines)
+  return Job(run, cfg, source, start, params, run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET, lines)
 
-def from_checkpoint(path:Path, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
+def from_checkpoint(start:atlas.Saved, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
-  meta = read_meta(path)
+  path, cfg, made = start.path, atlas.config_of(start), start.meta["run"]
   free = FREE if run.mode == "train" else FREE | {"data", "batch", "seed"} | ({"task", "length"} if run.task else set())
   for key, x in (own | model).items():
-    if key not in free and (was := (meta["run"] | meta["config"]).get(key)) != x:
+    if key not in free and (was := (made | start.meta["config"]).get(key)) != x:
       raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={was}: leave {key} out, or train anew in another out")
   now = {"mode", "out", "resume", "init_from"} | (set() if run.mode == "train" else {"prompt", "tokens", "temperature", "top_k", "seed"})
-  try: return Run(**meta["run"] | own | {k: getattr(run, k) for k in now}), atlas.Config(**meta["config"])
-  except TypeError: raise ValueError(f"{path} has settings that this version does not know: use the version that made it") from None
+  try: return Run(**made | own | {k: getattr(run, k) for k in now}), cfg
+  except TypeError: raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
+
+def export(out:Path, cfg:atlas.Config, params:dict, start:atlas.Saved) -> None:
+  """Writes out/weights.safetensors: the weights under the names of atlas.layout, and the settings in the metadata, for atlas.load."""
+  flat, path = get_state_dict(params), out / "weights.safetensors"
+  atlas.save(path, {n: flat[n] for n in atlas.layout(cfg)}, {n: start.meta[n] for n in ("config", "text", "step")})
+  print(f"written to {path}, {path.stat().st_size / 1e6:.1f} MB, of {start.path}: atlas.load(path) reads it")
 
 def evaluate(run:Run, cfg:atlas.Config, params:dict, text:data.Text, start:Path) -> None:
   """Prints the validation loss by position in the context, and beyond the trained length where the text is long enough; and writes positions.csv."""
@@ -802,7 +829,10 @@ def plot(out:Path) -> None:
   figure.savefig(out / "log.png", dpi=110)
   print(f"written to {out / 'log.png'}")
 
-def said(e:Exception): return f"{e.filename} cannot be used ({e.strerror}): give another path" if isinstance(e, OSError) else e
+def said(e:Exception) -> str:
+  if not isinstance(e, OSError): return str(e)
+  if e.filename: return f"{e.filename} cannot be used ({e.strerror}): give another path"
+  return f"a file cannot be written ({e.strerror}): make room; what was saved before is whole"
 
 def main(argv:list[str]) -> int:
   """Runs a command line in this process.  Exit code: 0 done, 1 loss not finite or band missed, 2 the user's input."""
@@ -826,16 +856,19 @@ def main(argv:list[str]) -> int:
     if run.mode == "plot":
       plot(Path(run.out))
       return 0
+    params = job.params or atlas.filled(layout(run, cfg), run.seed)
     if run.mode == "train" and job.source:
-      with Stop() as stop: return train(run, cfg, job.source, job.start, job.check_band, stop)
+      with Stop() as stop, run_folder(Path(run.out), not job.start): return train(run, cfg, job.source, params, job.start, job.check_band, stop)
     assert job.start is not None
-    made = read_meta(job.start)
-    params = atlas.unflatten(read_weights(job.start, layout(Run(**made["run"]), cfg)))
-    if job.lines: evaluate_lines(run, cfg, params, *job.lines)
+    if run.mode == "export": export(Path(run.out), cfg, params, job.start)
+    elif job.lines: evaluate_lines(run, cfg, params, *job.lines)
     elif isinstance(job.source, data.Task):
       table(scorer(params, cfg, job.source, run.batch, run.seed), job.source, run.tokens or VALIDATION_TOKENS)
-    elif job.source: evaluate(run, cfg, params, job.source, job.start)
-    else: sample(run, cfg, params, made["text"]["is_bytes"])
+    elif job.source: evaluate(run, cfg, params, job.source, job.start.path)
+    else: sample(run, cfg, params, job.start.meta["text"]["is_bytes"])
+  except Taken as e:                                     # by a run that began at the same moment
+    print("error:", e, file=sys.stderr)
+    return 2
   except OSError as e:                                   # a full disk, a folder taken away
     print("error:", said(e), file=sys.stderr)
     return 1
