@@ -1235,7 +1235,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 # *** 11. runs that can be trusted ***
 
 TEN = [*TINY, "preset=titans", "steps=10", "batch=2", "length=16", "eval_every=5", "tokens=1", "warmup=2", "lr=0.01", "save_every=2"]
-FIRST = [5.842412, 6.285869, 6.048682, 6.173052, 5.734958, 5.480784, 5.535793, 5.401351, 5.312453, 5.672167]                # losses of the first steps
+FIRST = [5.842412, 6.285869, 6.048682, 6.173052, 5.734958, 5.480784, 5.535793, 5.401351, 5.312453, 5.672167]    # losses
 
 together = pytest.mark.xdist_group("ten")               # in one process, which compiles it once
 
