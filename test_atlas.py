@@ -1360,6 +1360,38 @@ def test_a_write_that_fails_loses_nothing_and_the_run_goes_on_to_the_same_end(te
   (out / "step_00000006.tmp").write_bytes(b"half")       # as a kill in the middle of a write leaves it
   assert train.main([*command, "resume=1"]) == 0 and result(out) == result(ten[0] / "out") and not list(out.glob("*.tmp"))
 
+@together
+def test_memory_is_flat_in_training(mine, monkeypatch):
+  command, original, held = mine[0], data.batch, dict[int, int]()
+  def watched(*args):
+    held[args[-1]] = resident_mb()
+    return original(*args)
+  monkeypatch.setattr(data, "batch", watched)
+  assert train.main([*command, "steps=400", "save_every=20", "eval_every=0"]) == 0
+  assert held[399] <= held[100] + 5, held
+  assert len(train.checkpoints(mine[1])) == 2            # older ones are removed
+
+def check_flat(tokens, more):
+  """A prompt of many tokens, then a sample: what is resident after a few of them is resident at the end."""
+  cfg = small("titans", chunk=32, layers=1)
+  params, held = atlas.init(cfg), list[int]()
+  step = train.token_step(params, cfg)
+  read, ids = train.reader(params, cfg, step), np.random.default_rng(0).integers(0, cfg.vocab, (1, tokens))
+  read(ids[:, :1000])
+  held.append(resident_mb())
+  logits, state = read(ids)
+  held.append(resident_mb())
+  for i in range(more):
+    logits, state = step(Tensor(np.array([[i % cfg.vocab]], np.int32)), state)
+    if i in (100, more - 1): held.append(resident_mb())
+  assert np.isfinite(logits.numpy()).all() and held[1] <= held[0] + 5 and held[3] <= held[2] + 5, held
+  return held
+
+def test_memory_is_flat_in_a_long_sample(): check_flat(20_000, 500)
+
+@slow
+def test_memory_is_flat_in_a_million_tokens(): print(check_flat(1_000_000, 20_000), "MB")
+
 @slow
 def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(ten, tmp_path):
   """SIGKILL at random moments, most of them in training or in the writing of a checkpoint, which this run does at every second step."""

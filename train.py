@@ -16,8 +16,8 @@ from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
 import atlas, data, kernels
-try: import fcntl
-except ImportError: fcntl = None        # type: ignore[assignment]  # not on Windows: there nothing keeps two runs out of one folder
+try: import fcntl, resource
+except ImportError: fcntl = resource = None              # type: ignore[assignment]  # not on Windows: nothing keeps two runs out of a folder there
 
 BAND = (2.81, 3.01)      # validation bits per byte of the run without arguments
 
@@ -481,7 +481,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
     print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
     print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
   if not stop.asked and text: sample(run, cfg, params, text.is_bytes)
-  print(f"{time.perf_counter() - began:.0f} s in all; checkpoint: {checkpoints(out)[-1]}")
+  print(f"{time.perf_counter() - began:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {checkpoints(out)[-1]}")
   if check_band and curve is not None and not BAND[0] <= curve.mean() <= BAND[1]:
     print(f"error: {curve.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", file=sys.stderr)
     return 1
@@ -505,21 +505,27 @@ def token_step(params:dict, cfg:atlas.Config) -> Callable:
     return jits.setdefault(room, TinyJit(lambda token, state: atlas.forward(params, cfg, token, state)))(token, state)
   return step
 
-def speaker(params:dict, cfg:atlas.Config) -> Callable[[np.ndarray, int], list[str]]:
-  """prompts (B,P) of bytes, n -> what the model says next, likeliest byte by byte, up to a newline and n bytes at most.  Prompts are read in whole
-  chunks (segments) by one compiled step, the rest byte by byte; where caches grow, in one call, compiled anew for every length."""
-  step, piece = token_step(params, cfg), math.lcm(cfg.chunk, cfg.attn_window if cfg.mixer == "mac" else 1)
+def reader(params:dict, cfg:atlas.Config, step:Callable) -> Callable[[np.ndarray], tuple[Tensor, dict]]:
+  """tokens (B,P) -> logits of the last call and the state after them.  They are read in whole chunks (segments) by one compiled call, the rest one by
+  one by `step` (see token_step), so that memory does not grow with P; where caches grow, in one call, compiled anew for every length."""
+  piece = math.lcm(cfg.chunk, cfg.attn_window if cfg.mixer == "mac" else 1)
   first, more = TinyJit(lambda x: atlas.forward(params, cfg, x)), TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
   grows = cfg.features == "exp" or cfg.mixer in ("attention", "mag", "mal") and not cfg.attn_window
   def own(logits, state): return logits, {n: z.clone().realize() for n, z in state.items()}          # a jitted call may write over what it returned
+  def read(x:np.ndarray) -> tuple[Tensor, dict]:
+    ends = [x.shape[1]] if grows else [*range(piece, x.shape[1] + 1, piece)] or [1]
+    def part(at, to): return Tensor(np.ascontiguousarray(x[:, at:to], dtype=np.int32))
+    logits, state = own(*(first(part(0, piece)) if ends[0] == piece else atlas.forward(params, cfg, part(0, ends[0]))))
+    for at, to in zip(ends, ends[1:]): logits, state = own(*more(part(at, to), state))
+    for i in range(ends[-1], x.shape[1]): logits, state = step(part(i, i + 1), state)
+    return logits, state
+  return read
+
+def speaker(params:dict, cfg:atlas.Config) -> Callable[[np.ndarray, int], list[str]]:
+  """prompts (B,P) of bytes, n -> what the model says next, likeliest byte by byte, up to a newline and n bytes at most."""
+  read = reader(params, cfg, step := token_step(params, cfg))
   def say(prompts:np.ndarray, n:int) -> list[str]:
-    x, done = prompts.astype(np.int32), 0 if grows else prompts.shape[1] // piece * piece
-    parts = [Tensor(np.ascontiguousarray(x[:, i:i + piece])) for i in range(0, done, piece)]
-    if parts: logits, state = own(*first(parts[0]))
-    else: logits, state = own(*atlas.forward(params, cfg, Tensor(x if grows else x[:, :1])))
-    for part in parts[1:]: logits, state = own(*more(part, state))
-    for i in range(done or 1, x.shape[1] if not grows else 0): logits, state = step(Tensor(np.ascontiguousarray(x[:, i:i + 1])), state)
-    said = np.zeros((len(x), 0), np.int32)
+    (logits, state), said = read(prompts), np.zeros((len(prompts), 0), np.int32)
     for _ in range(n):
       token = logits[:, -1, :256].argmax(-1).numpy().astype(np.int32)[:, None]
       said = np.concatenate([said, token], axis=1)
@@ -535,10 +541,9 @@ def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
   text = codecs.getincrementaldecoder("utf-8")(errors="replace")           # holds back the bytes of a character that is not complete yet
   def show(new, comma=","): print(text.decode(bytes(new)) if is_bytes else comma + ",".join(map(str, new)), end="", flush=True)
   print(f"--- sample, temperature {run.temperature}, seed {run.seed} ---")
-  logits, state = atlas.forward(params, cfg, Tensor([ids]))
+  step, times = token_step(params, cfg), cast(list[float], [])
+  logits, state = reader(params, cfg, step)(np.array([ids]))
   scores = logits[0, -1, :known].numpy()
-  Tensor.realize(*state.values())
-  step, times = token_step(params, cfg), []
   show(ids, "")
   for _ in range(run.tokens or 200):
     if run.temperature == 0: token = int(scores.argmax())
@@ -579,9 +584,13 @@ def agreement(cfg:atlas.Config) -> str:
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(result(backend, Device.DEFAULT), exact))
   return f"ops {error('ops'):.1e}" + ("" if cfg.features == "exp" else f", fused {error('fused'):.1e}")
 
+def peak_mb() -> float:
+  """The most memory that this process has held so far; 0 where the system does not say."""
+  if not resource: return 0.0
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 1024)
+
 def bench_row(run:Run, cfg:atlas.Config, length:int) -> dict[str, Any]:
   """One configuration, alone in its process: medians of 5 steps after the step was compiled and captured, and of 30 tokens decoded."""
-  import resource
   params = atlas.init(cfg, run.seed)
   optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
   step, rng = training_step(params, cfg, optimizer, run.clip), np.random.default_rng(run.seed)
@@ -602,8 +611,7 @@ def bench_row(run:Run, cfg:atlas.Config, length:int) -> dict[str, Any]:
   for _ in range(33):
     seconds, (_, state) = timed(one_token, Tensor([[1]]), state)
     decode.append(seconds)
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 1024)
-  return row | dict(peak_mb=f"{peak:.0f}", decode_tok_s=f"{1 / np.median(decode[3:]):.0f}")
+  return row | dict(peak_mb=f"{peak_mb():.0f}", decode_tok_s=f"{1 / np.median(decode[3:]):.0f}")
 
 def bench(run:Run, model:dict) -> None:
   """Times every preset at every length, each in a process of its own; prints a table and writes it to out/bench.csv."""
