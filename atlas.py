@@ -31,6 +31,8 @@ import kernels
 CHOICES = {"mixer": ("memory", "attention", "mag", "mal", "mac"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly", "exp"),
            "loss": ("l2", "dot"), "optimizer": ("gd", "muon"), "backend": ("auto", "ops", "fused")}
 LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0, "persist": 0, "anchors": 0}                    # every other whole number is at least 1
+# Every other number is at most 2^20: what is more is no model, but a slip, and these make a part each, or a factorial.
+MOST = {"degree": 32} | dict.fromkeys(("layers", "heads", "window", "conv", "ns_steps", "mlp_ratio"), 1024)
 
 @dataclass(frozen=True)
 class Config:
@@ -68,7 +70,8 @@ class Config:
       if type(x) is not kind: raise ValueError(f"{f.name}={x!r} is not {KINDS[kind]}: its default is {f.default!r}")
       if f.name in CHOICES and x not in CHOICES[f.name]: raise ValueError(f"{f.name}={x!r} is unknown{near(x, CHOICES[f.name])}")
       if type(x) is int and x < (least := LEAST.get(f.name, 1)): raise ValueError(f"{f.name}={x} is too small: take {least} or more")
-    if not (0 < self.mlp_ratio < math.inf and round(self.mlp_ratio * self.dim)):
+      if isinstance(x, (int, float)) and x > (most := MOST.get(f.name, 1 << 20)): raise ValueError(f"{f.name}={x} is too large: take {most} or less")
+    if not (self.mlp_ratio > 0 and round(self.mlp_ratio * self.dim)):
       raise ValueError(f"mlp_ratio={self.mlp_ratio} leaves no hidden unit at dim={self.dim}: take 2, for example")
     if self.mixer != "memory" and self.key_dim % 2:
       raise ValueError(f"key_dim={self.key_dim} is odd, and rotary positions turn pairs: take {self.key_dim + 1}")
@@ -199,6 +202,8 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
   def ones(n): return (n,), np.ones(1)
   H, d, dv, wide = cfg.heads, cfg.key_dim, cfg.value_dim, round(cfg.mlp_ratio * cfg.dim)
   table: dict = {"embed": ((cfg.vocab, cfg.dim), cfg.dim ** -0.5), "norm": ones(cfg.dim)}
+  start = {"eta": INIT.eta, "gamma": INIT.gamma, "alpha": INIT.alpha, "theta": INIT.theta}
+  bias = np.repeat([math.log(start[g] / (1 - start[g])) for g in gate_sizes(cfg)], list(gate_sizes(cfg).values()))
   into_stream = (2 * cfg.layers) ** -0.5                 # what is added to the residual stream: its variance does not grow with depth
   for i in range(cfg.layers):
     block: dict = {"norm1": ones(cfg.dim), "qkv": dense(H * (2 * d + dv), cfg.dim), "out": dense(cfg.dim, H * dv, into_stream),
@@ -207,9 +212,7 @@ def layout(cfg:Config) -> dict[str, tuple[tuple[int, ...], float|np.ndarray]]:
     if cfg.mixer == "attention": block |= persist
     else:
       if cfg.conv: block["conv"] = (cfg.conv, H * (2 * d + dv)), cfg.conv ** -0.5
-      start = {"eta": INIT.eta, "gamma": INIT.gamma, "alpha": INIT.alpha, "theta": INIT.theta}
-      bias = [math.log(start[g] / (1 - start[g])) for g, n in gate_sizes(cfg).items() for _ in range(n)]
-      block |= {"gates": ((len(bias), cfg.dim), INIT.gates), "gate_bias": ((len(bias),), np.array(bias)),
+      block |= {"gates": ((len(bias), cfg.dim), INIT.gates), "gate_bias": (bias.shape, bias),
                 "out_norm": ones(dv), "out_gate": dense(H * dv, cfg.dim), "out_gate_bias": ((H * dv,), np.full(1, INIT.out_gate))}
       if has_residual(cfg): block["out_skip"] = ones(dv)
       block |= {f"memory.{n}": (shape, shape[1 if n == "anchor_u" else 2] ** -0.5) for n, shape in memory_shapes(cfg).items() if 0 not in shape}
@@ -231,9 +234,9 @@ def parts(cfg:Config) -> dict[str, int]:
   group = {"embed": "embedding (tied)", "memory": "memories M_0"} | dict.fromkeys(("norm", "norm1", "norm2"), "norms")
   group |= dict.fromkeys(("mlp_in", "mlp_out"), "MLP")
   count: dict[str, int] = {}
-  for name, (shape, _) in layout(cfg).items():
+  for name, (shape, _) in layout(dataclasses.replace(cfg, layers=1)).items():
     part = group.get(name.split(".")[2] if "." in name else name, "mixer projections")
-    count[part] = count.get(part, 0) + math.prod(shape)
+    count[part] = count.get(part, 0) + math.prod(shape) * (cfg.layers if "." in name else 1)
   return count | {"total": sum(count.values())}
 
 def unflatten(flat:dict) -> dict:

@@ -3,7 +3,7 @@
 Without `data=`, the text is Python's own standard library: every machine that runs this has it, offline.  The last tenth is for validation.
 `python data.py TASK [key=value ...]` prints two examples of a task."""
 from __future__ import annotations
-import functools, hashlib, inspect, json, os, re, sys, sysconfig, uuid
+import functools, hashlib, inspect, itertools, json, os, re, sys, sysconfig, uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator
@@ -12,6 +12,7 @@ import numpy as np
 VALIDATION = 10                                          # one part in so many, at the end
 SKIPPED = {"site-packages", "dist-packages", "test", "idlelib", "lib2to3", "__pycache__"}
 HEADERS = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}          # (magic, version) of a token file's 256 int32 -> its tokens
+FOLDER = (100_000, 1 << 32)                              # files and bytes that a folder of text may have
 
 @dataclass(frozen=True)
 class Text:
@@ -34,7 +35,9 @@ def token_file(path:Path) -> np.ndarray:
   header = np.fromfile(path, dtype="<i4", count=256)
   kind = HEADERS.get((int(header[0]), int(header[1]))) if len(header) == 256 else None
   if kind is None:
-    if size % 2: raise ValueError(f"data={path}: {size} bytes are no whole number of uint16 tokens, and it has no known header: is it cut short?")
+    if len(header) > 1 and (known := [version for magic, version in HEADERS if magic == header[0]]):
+      raise ValueError(f"data={path}: its header is cut short, or not of version {known[0]}: copy it again, or make it of that version")
+    if size % 2: raise ValueError(f"data={path}: {size} bytes are no whole number of uint16 tokens, and it has no known header: copy it again")
     return np.memmap(path, dtype="<u2", mode="r")
   count, width = int(header[2]), np.dtype(kind).itemsize
   if size != 1024 + count * width:
@@ -47,11 +50,14 @@ def read(spec:str) -> tuple[np.ndarray, bool]:
   if spec == "python": return np.frombuffer(python_source(), dtype=np.uint8), True
   try:
     path = Path(os.path.expanduser(spec))
-    if not path.exists(): raise ValueError(f"data={spec} does not exist: give a file, a folder, or leave it out for Python's own source")
+    if not spec or not path.exists(): raise ValueError(f"data={spec} does not exist: give a file, a folder, or leave it out for Python's own source")
     if path.is_file():
       if path.stat().st_size == 0: raise ValueError(f"data={spec} is empty: give a file with text in it")
       return (token_file(path), False) if path.suffix == ".bin" else (np.memmap(path, dtype=np.uint8, mode="r"), True)
-    files = sorted((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.relative_to(path).as_posix())
+    files = list(itertools.islice((p for p in path.rglob("*") if p.is_file()), FOLDER[0] + 1))
+    if len(files) > FOLDER[0] or sum(p.stat().st_size for p in files) > FOLDER[1]:
+      raise ValueError(f"data={spec} holds more than {FOLDER[0]:,} files or {FOLDER[1] >> 30} GiB, which are read at once: give a smaller folder")
+    files.sort(key=lambda p: p.relative_to(path).as_posix())
     if shards := [p for p in files if p.suffix == ".bin"]: raise ValueError(f"data={spec} holds token files: name one, data={shards[0]} for example")
     tokens = np.frombuffer(b"".join(p.read_bytes() for p in files), dtype=np.uint8)
   except OSError as e: raise ValueError(f"data={spec} cannot be read ({e.strerror}): give another path") from None
@@ -107,6 +113,12 @@ def _drawn(rng:np.random.Generator, rows:int, low:int, high:int, n:int) -> np.nd
   """n different numbers of low..high-1 in every row, in random order."""
   return low + rng.random((rows, high - low)).argsort(1)[:, :n]
 
+def _again(x:np.ndarray) -> np.ndarray:
+  """Where a number stands that stood earlier in its row."""
+  order, found = x.argsort(1, kind="stable"), np.zeros(x.shape, bool)
+  np.put_along_axis(found, order[:, 1:], np.diff(np.take_along_axis(x, order, 1)) == 0, 1)
+  return found
+
 def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int=4, again:int=0, crowd:float=0.01, noise:bool=False):
   """Multi-query associative recall (Zoology): k1 v1 ... kN vN, then queries: keys in places drawn with probability ~ i^(crowd-1), so that
   crowd=0.01 has most of them in front, and crowd=1 none; the label at a key is its value, which is not shown again.  Keys are 1..vocab/2-1, values
@@ -114,6 +126,7 @@ def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int
   counts.  Between the queries stand zeros, or with noise tokens that are no key of the example."""
   if length % 2: raise ValueError(f"length={length} is odd, and mqar is made of pairs: take {length + 1}")
   if vocab <= length: raise ValueError(f"vocab={vocab} is too small for length={length}: take more than {length}")
+  if pairs < 1: raise ValueError(f"pairs={pairs} leaves nothing to ask for: take 1 or more")
   if not 0 <= again <= pairs: raise ValueError(f"again={again} keys of pairs={pairs} cannot be written again: take 0 to {pairs}")
   if 2 * (pairs + again) + 2 * pairs > length:
     raise ValueError(f"length={length} has no room for pairs={pairs} and as many queries: take {4 * pairs + 2 * again} or more")
@@ -123,8 +136,9 @@ def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int
   x, y = np.zeros((rows, length), np.int32), np.full((rows, length), -100, np.int32)
   start, slots = 2 * (pairs + again), (length - 2 * (pairs + again)) // 2
   if noise:
-    filler = rng.integers(1, vocab, (rows, length))
-    x[:] = np.where((filler[:, :, None] == keys[:, None]).any(-1), 0, filler)
+    filler, is_key = rng.integers(1, vocab, (rows, length)), np.zeros((rows, vocab), bool)
+    np.put_along_axis(is_key, keys, True, 1)
+    x[:] = np.where(np.take_along_axis(is_key, filler, 1), 0, filler)
   x[:, 0:start:2], x[:, 1:start:2] = written, values
   # the largest of log p + Gumbel noise are a draw without replacement
   order = (-(crowd - 1) * np.log(np.arange(1, slots + 1)) - rng.gumbel(size=(rows, slots))).argsort(1)[:, :pairs]
@@ -154,10 +168,9 @@ def in_context_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=12
   values = np.take_along_axis(rng.integers(half, known, (rows, half)), keys, 1)
   noisy = rng.random((rows, n)) < noise
   other = rng.integers(known, max(vocab, known + 1), (rows, n, 2))
-  same = (keys[:, :, None] == keys[:, None]) & ~noisy[:, None] & (np.arange(n)[None, None] < np.arange(n)[None, :, None])       # an earlier place
   x = np.where(noisy[..., None], other, np.stack([keys, values], axis=-1)).reshape(rows, length).astype(np.int32)
   y = np.full((rows, n, 2), -100, np.int32)
-  y[..., 0] = np.where(same.any(-1) & ~noisy, values, -100)
+  y[..., 0] = np.where(_again(np.where(noisy, half + np.arange(n), keys)), values, -100)         # noise repeats nothing
   return x, y.reshape(rows, length)
 
 def noisy_recall(rows:int, seed:int, index:int, vocab:int=32, length:int=128, noise:float=0.2):
@@ -200,12 +213,11 @@ def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, sh
   if length < 12: raise ValueError(f"length={length} has no room for a pair and its return: take 12 or more")
   rng, half, n = np.random.default_rng([seed, index]), vocab // 2, length // 2 + 1              # a pair has 2 tokens or more
   keys, values = _motifs(rng, (rows, half), 0, half, shortest), _motifs(rng, (rows, half), half, vocab, 1)
-  while (twice := np.triu((keys[:, :, None] == keys[:, None]).all(-1), 1).any(1)).any():
+  while (twice := _again(keys @ [(half + 1) ** 2, half + 1, 1])).any():
     keys[twice] = _motifs(rng, (int(twice.sum()),), 0, half, shortest)
   drawn = rng.integers(0, half, (rows, n))
-  seen = np.tril(drawn[:, :, None] == drawn[:, None], -1).any(2)
   pairs = np.take_along_axis(np.concatenate([keys, values], axis=2), drawn[..., None], 1).reshape(rows, -1)
-  labels = np.where(seen.repeat(6, axis=1) & (pairs >= half), pairs, -100)
+  labels = np.where(_again(drawn).repeat(6, axis=1) & (pairs >= half), pairs, -100)
   at = (pairs < 0).argsort(1, kind="stable")[:, :length + 1]                                    # the tokens without the gaps
   return np.take_along_axis(pairs, at[:, :-1], 1).astype(np.int32), np.take_along_axis(labels, at[:, 1:], 1).astype(np.int32)
 
@@ -363,12 +375,14 @@ def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
   known = {n: p.default for n, p in inspect.signature(made).parameters.items() if p.default is not p.empty}
   for key, x in (("length", length), ("vocab", vocab)):
     if x is not None and settings.get(key, x) != x: raise ValueError(f"{key}={x} contradicts task={spec}: give one of them")
-    if x is not None and key in known: settings[key] = x
+    if x is not None and key in known: settings |= task_settings(name, [f"{key}={x}"])[1]
   if name in BYTE_TASKS and (vocab or 256) < 256: raise ValueError(f"vocab={vocab} is too small for task={name}, which is made of bytes: take 256")
   if "seed" in settings: raise ValueError(f"task={spec}: seed is a key of its own: give seed={settings['seed']}")
   settings = known | settings
   found = Task(name, settings, settings.get("vocab", max(vocab or 256, 256)), name in BYTE_TASKS)
-  if not (found.batch(1 if found.is_bytes else 64, 0, 0)[1] >= 0).any(): raise ValueError(f"task={spec} asks for nothing: take a greater length")
+  size = settings["length"] + found.vocab
+  if not (found.batch(1 if found.is_bytes else max(1, min(64, (1 << 18) // size)), 0, 0)[1] >= 0).any():
+    raise ValueError(f"task={spec} asks for nothing: take a greater length")
   return found
 
 # *** lines of JSON for evaluation ***
@@ -380,7 +394,7 @@ def _sound(row) -> str:
   if not isinstance(row, dict): raise ValueError("is not an object")
   if "choices" in row:
     context, choices, answer = row.get("context"), row["choices"], row.get("answer")
-    if not isinstance(context, str) or not isinstance(row.get("suffix", ""), str): raise ValueError("context (or suffix) is not text")
+    if not isinstance(context, str) or not _is_word(row.get("suffix", "x")): raise ValueError("context (or suffix) is not text")
     if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_word, choices)): raise ValueError("choices is no list of texts")
     if not (answer in choices if isinstance(answer, str) else type(answer) is int and 0 <= answer < len(choices)):
       raise ValueError("answer is neither one of the choices nor the number of one, from 0")
@@ -401,10 +415,12 @@ def json_lines(path:Path, skip_bad:bool=False) -> tuple[list[tuple[str, dict]], 
   except OSError as e: raise ValueError(f"data={path} cannot be read ({e.strerror}): give another path") from None
   for n, line in enumerate(lines, 1):
     if not line.strip(): continue
-    try: found.append((_sound(row := json.loads(line)), row))
-    except (ValueError, RecursionError) as e:
-      what = "is not JSON in UTF-8" if isinstance(e, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)) else str(e)
-      if not skip_bad: raise ValueError(f"data={path}, line {n} {what}: mend it, or leave such lines out with skip_bad=1") from None
+    try:
+      try: json.dumps(row := json.loads(line), ensure_ascii=False).encode()                     # "\ud800" is JSON, and no text
+      except (ValueError, RecursionError): raise ValueError("is not JSON in UTF-8") from None
+      found.append((_sound(row), row))
+    except ValueError as e:
+      if not skip_bad: raise ValueError(f"data={path}, line {n} {e}: mend it, or leave such lines out with skip_bad=1") from None
       skipped += 1
   if not found: raise ValueError(f"data={path} has no line to evaluate: give one with context, choices and answer, for example")
   return found, skipped
@@ -417,8 +433,10 @@ def task_settings(name:str, words:list[str]) -> tuple[Callable, dict]:
   for word in words:
     key, _, value = word.partition("=")
     if key not in known and key != "seed": raise ValueError(f"{word} is not a setting of {name}: take one of seed, {', '.join(known)}")
-    try: settings[key] = known.get(key, int)(int(value) if known.get(key) is bool else value)
-    except ValueError: raise ValueError(f"{word}: {value!r} is not a number") from None
+    try: x = settings[key] = known.get(key, int)(int(value) if known.get(key) is bool else value)
+    except ValueError: raise ValueError(f"{word}: {value!r} is not a number: give one") from None
+    most = 2 ** 31 - 1 if key == "seed" else 1 << 16
+    if not isinstance(x, str) and not 0 <= x <= most: raise ValueError(f"{word} is out of range: {name} takes 0 to {most}")
   return TASKS[name], settings
 
 def shown(argv:list[str]) -> int:

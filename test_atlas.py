@@ -3,11 +3,12 @@
 python -m pytest -q test_atlas.py            the suite;  add -m slow for every combination and longer streams"""
 import os
 os.environ.setdefault("NOOPT", "1")                      # values matter here, not speed: kernels compile in half the time
-import csv, dataclasses, functools, importlib.util, itertools, json, math, re, resource, shlex, shutil, signal, subprocess, sys, time
+import csv, dataclasses, functools, importlib.util, inspect, itertools, json, math, re, resource, shlex, shutil, signal, subprocess, sys, time
 from pathlib import Path
 from typing import Any
 import numpy as np
-import pytest
+import hypothesis, pytest
+from hypothesis import given, strategies as st
 import kernels, atlas, data, experiments, train
 from tinygrad import Context, Device, GlobalCounters, Tensor, TinyJit, dtypes
 from tinygrad.device import Buffer
@@ -802,11 +803,14 @@ def test_token_files_are_read_by_their_header(tmp_path, magic, version, dtype):
   assert not text.is_bytes and np.array_equal(np.concatenate([text.train, text.val]), tokens)
   with pytest.raises(ValueError, match="token 299, outside vocab=299"): data.load(str(tmp_path / "t.bin"), 299, 16)
 
-def test_a_folder_is_its_files_in_order(tmp_path):
+def test_a_folder_is_its_files_in_order(tmp_path, monkeypatch):
   for name, text in (("b.txt", b"2" * 300), ("a/c.txt", b"1" * 300)):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(text)
   assert data.load(str(tmp_path), 256, 16).train.tobytes().startswith(b"1" * 300 + b"2")
+  for bounds in ((1, 1 << 32), (9, 599)):                # data=/ must not read the whole disk
+    monkeypatch.setattr(data, "FOLDER", bounds)
+    with pytest.raises(ValueError, match="give a smaller folder"): data.read(str(tmp_path))
 
 # *** tasks ***
 
@@ -865,7 +869,7 @@ def test_memorized_values_are_the_same_in_every_example():
   "fuzzy_recall shortest=4": "take 1 to 3", "fuzzy_recall vocab=15": "an even number", "fuzzy_recall length=11": "take 12 or more",
   "compression length=1": "nothing to compress", "niah kind=x": "take pk, n or w", "niah length=74": "take 75 or more",
   "niah kind=w length=128": "take 129 or more", "niah kind=n text=/no/such": "text=/no/such does not exist", "babi question=6": "take 1 to 5",
-  "babi length=323": "take 324 or more", "babi facts=-1": "take 1 or more", "babi question=3 facts=2": "take 3 or more",
+  "babi length=323": "take 324 or more", "babi facts=-1": "takes 0 to 65536", "babi question=3 facts=2": "take 3 or more",
   "babi question=4 facts=3": "question=4: take 2", "babi question=one": "not a number"}.items())
 def test_a_task_says_what_is_wrong_in_one_line(words, message, capsys):
   assert data.shown(words.split()) == 2 and message in last_error(capsys)
@@ -988,7 +992,10 @@ BAD = {                                                  # a command line and wh
   "window=0": "window=0 is too small", "backend=fast": "take one of auto, ops, fused", "data=/nowhere": "does not exist",
   "mode=sample": "has no checkpoint", "mode=eval": "has no checkpoint", "length=9000000": "too short", "vocab=50": "outside vocab=50",
   "preset=dot memory=gated": "two first layers", "preset=dot optimizer=muon": "no matrix to orthogonalise", "preset=dot anchors=0": "1 or more",
-  "preset=dot backend=fused": "take ops or auto", "init_from=/nowhere": "does not exist", "out=/dev/null/x": "is a file"}
+  "preset=dot backend=fused": "take ops or auto", "init_from=/nowhere": "does not exist", "out=/dev/null/x": "is a file",
+  "layers=2000": "take 1024 or less", "mlp_ratio=inf": "take 1024 or less", "steps=3000000000": "take 2147483647 or less", "=3": "write 3=...",
+  "data=": "does not exist", "task=copy:length=100000": "takes 0 to 65536", "task=mqar:pairs=0": "take 1 or more",
+  "mode=bench lengths=9999999999": "is not a number of tokens"}
 
 @pytest.mark.parametrize("words,message", BAD.items())
 def test_bad_input_gets_one_line_that_names_it(words, message, capsys, tmp_path, monkeypatch):
@@ -1009,11 +1016,103 @@ def test_bad_text_is_named(content, message, capsys, tmp_path):
   header = np.array([20240520, 1, 500] + [0] * 253, "<i4").tobytes()
   (tmp_path / "t.bin").write_bytes(header + bytes(998))
   assert train.main([f"data={tmp_path / 't.bin'}", f"out={tmp_path / 'o'}"]) == 2 and "copy it again" in last_error(capsys)
+  (tmp_path / "t.bin").write_bytes(np.array([20240520, 2, 500] + [0] * 253, "<i4").tobytes() + bytes(1000))
+  assert train.main([f"data={tmp_path / 't.bin'}", f"out={tmp_path / 'o'}"]) == 2 and "not of version 1" in last_error(capsys)
   (tmp_path / "t.bin").write_bytes(header + bytes(1000))
   assert train.main([f"data={tmp_path / 't.bin'}", "length=8", f"out={tmp_path / 'o'}"]) == 2 and "give vocab=" in last_error(capsys)
   assert train.main([f"data={tmp_path / 't.bin'}", "length=8", "vocab=9", "prompt=abc", f"out={tmp_path / 'o'}"]) == 2
   assert "token ids" in last_error(capsys)
   assert not (tmp_path / "o").exists()
+
+# *** bad input, drawn: the settings are those of the dataclasses and of the tasks' signatures, the values mostly of their kind ***
+
+HOSTILE = st.sampled_from(["", " ", "=", ",", "-1", "1e9", str(10 ** 9), str(10 ** 30), str(-10 ** 30), "9" * 5000, "nan", "inf", "1e308", "1e-320",
+  "\0", "\ud800", "a\nb", "\u2028", "\u0663", "x" * 300, "x/" * 3000, "~", "--help"]) | st.text(st.characters(), max_size=8)
+PLACES = ["text.txt", "made", "empty", "nowhere", "text.txt/x", "made/step_00000003.safetensors", ".", "..", "/dev/null", "/dev/zero", "loop"]
+WORDS = {"mode": train.MODES, "preset": list(atlas.PRESETS), "size": list(atlas.SIZES), **atlas.CHOICES, "kind": ("pk", "n", "w"),
+         "presets": ("atlas,dot", "swa", ",", "atlas,"), "lengths": ("8", "8,16", "8,x", "8,,9", "0"), "text": ("filler", "python", *PLACES)}
+KINDS = {int: st.integers(-1, 40) | st.sampled_from([64, 256, 4096, 65536, 10 ** 6, 2 ** 31 - 1]), float: st.floats(0, 4) | st.floats(),
+         bool: st.sampled_from([0, 1, False]), str: st.sampled_from(PLACES)}
+
+def mostly(sound, share=10): return st.integers(1, share).flatmap(lambda i: HOSTILE if i == share else sound)
+
+def setting(name, default):
+  sound = SPECS if name == "task" else st.sampled_from(WORDS[name]) if name in WORDS else KINDS[type(default)]
+  return mostly(sound).map(lambda x: f"{name}={x}")
+
+def spec(name):
+  keys = [setting(p.name, p.default) for p in inspect.signature(data.TASKS[name]).parameters.values() if p.default is not p.empty]
+  return st.lists(mostly(st.one_of(keys), 20), max_size=4).map(lambda words: f"{name}:{','.join(words)}")
+SPECS = st.one_of(*map(spec, data.TASKS))
+SETTINGS = st.one_of(*[setting(f.name, f.default) for cls in (train.Run, atlas.Config) for f in dataclasses.fields(cls)])
+STARTS = st.sampled_from([["data=text.txt"], [*TINY, "data=text.txt", "length=8"], [], ["out=made", "mode=eval"], ["out=made", "mode=sample"],
+                          ["out=made", "resume=1"], [*TINY, "preset=deltanet", "init_from=made/step_00000003.safetensors"]])
+
+def drawn(cases):
+  return hypothesis.settings(max_examples=cases, derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch, capsys):
+  """A function of a command line: main must say 0, or 2 and in one line what is wrong and how to mend it, at once, and leave no file."""
+  (tmp_path / "work" / "empty").mkdir(parents=True)
+  monkeypatch.chdir(tmp_path / "work")
+  monkeypatch.setenv("HOME", str(tmp_path / "home"))
+  monkeypatch.setattr(data, "python_source", functools.cache(data.python_source))
+  Path("text.txt").write_bytes(b"abcdefgh" * 500)
+  Path("loop").symlink_to("loop")
+  cfg, run, source = small("deltanet", vocab=256), train.Run(preset="deltanet", data="text.txt", length=8), data.load("text.txt", 256, 8)
+  params, folder = get_state_dict(atlas.init(cfg)), Path("made")
+  folder.mkdir()
+  tensors = {f"weights.{n}": p for n, p in params.items()} | train.optimizer_state(train.optimizer_for(params, 0.1))
+  meta = {"step": 3, "config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": train.identity(source)}
+  atlas.save(folder / "step_00000003.safetensors", tensors, meta)
+  def files(): return sorted((str(p), p.lstat().st_mtime_ns) for p in Path().rglob("*"))
+  def run_it(words):
+    before = files()
+    signal.setitimer(signal.ITIMER_REAL, 5)
+    code = train.main([*words, "steps=0"])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    error = capsys.readouterr().err
+    assert (code, error) == (0, "") or code == 2 and len(error.splitlines()) == 1 and re.match("error: .*(: .|the settings)", error), (words, error)
+    assert files() == before, words
+  old = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("more than 5 s"))
+  yield run_it
+  signal.setitimer(signal.ITIMER_REAL, 0)
+  signal.signal(signal.SIGALRM, old)
+
+@drawn(600)
+@given(start=STARTS, words=st.lists(mostly(SETTINGS, 30), max_size=5))
+def test_no_command_line_ends_in_a_traceback_a_hang_or_a_file(attempt, start, words): attempt([*start, *words])
+
+@drawn(300)
+@given(start=st.sampled_from([[], ["mode=eval", "out=made"], ["length=64"], ["vocab=65536"], ["length=1000000000"]]), task=mostly(SPECS))
+def test_nor_does_any_task(attempt, start, task): attempt([*start, f"task={task}"])
+
+HEADER = st.builds(lambda numbers, size: np.array([*numbers, *[0] * 253], "<i4").tobytes()[:size], st.tuples(
+  st.sampled_from([20240520, 20240801, 0, -1]), st.sampled_from([0, 1, 7, -1]), st.sampled_from([0, 1, -1, 400, 500, 2 ** 31 - 1, -2 ** 31])),
+  st.sampled_from([0, 4, 8, 1023, 1024, 1024, 1024]))
+
+@drawn(200)
+@given(name=st.sampled_from(["t.bin", "t.txt", "folder/t.bin", "folder/t.txt", "folder.bin/t"]), header=HEADER,
+       filler=st.binary(min_size=1, max_size=2), size=st.sampled_from([0, 1, 2, 3, 100, 800, 1000, 2000, 4000]), words=st.lists(
+         st.sampled_from(["mode=eval", "out=made", "vocab=1", "vocab=300", "vocab=65536", "length=1", "length=8", "size=170m"]), max_size=4))
+def test_nor_does_damaged_data(attempt, name, header, filler, size, words):
+  (path := Path(name)).parent.mkdir(exist_ok=True)
+  path.write_bytes(header + (filler * size)[:size])
+  attempt([f"data={path if path.parent == Path('.') else path.parent}", *words])
+  shutil.rmtree(path.parent) if path.parent != Path(".") else path.unlink()
+
+JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-1, 3), st.floats(), st.text(st.characters(), max_size=5), st.just("a b")),
+  lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["context", "choices", "answer", "suffix", "question", "answers", "text"]), x),
+  max_leaves=8)
+
+@drawn(150)
+@given(lines=st.lists(st.one_of(JSON.map(lambda x: json.dumps(x).encode()), st.binary(max_size=9),
+                                st.sampled_from([b'{"text": "a b"}', b"1,2,", b"9" * 5000])), max_size=3), log=st.booleans(), skip_bad=st.booleans())
+def test_nor_do_malformed_lines_or_logs(attempt, lines, log, skip_bad):
+  Path(name := "made/log.csv" if log else "lines.jsonl").write_bytes(b"step,loss,val_bpb\n" * log + b"\n".join(lines))
+  attempt(["out=made", *(["mode=plot"] if log else ["mode=eval", f"data={name}", f"skip_bad={skip_bad}"])])
+  Path(name).unlink()
 
 @pytest.mark.skipif(Device.DEFAULT != "CPU", reason="clang is the CPU device's compiler")
 @pytest.mark.parametrize("clang", ["/nonexistent", "/bin/false"])
@@ -1361,7 +1460,7 @@ def test_a_write_that_fails_loses_nothing_and_the_run_goes_on_to_the_same_end(te
   assert train.main([*command, "resume=1"]) == 0 and result(out) == result(ten[0] / "out") and not list(out.glob("*.tmp"))
 
 @together
-def test_memory_is_flat_in_training(mine, monkeypatch):
+def test_memory_and_speed_are_flat_in_training(mine, monkeypatch):
   command, original, held = mine[0], data.batch, dict[int, int]()
   def watched(*args):
     held[args[-1]] = resident_mb()
@@ -1369,6 +1468,8 @@ def test_memory_is_flat_in_training(mine, monkeypatch):
   monkeypatch.setattr(data, "batch", watched)
   assert train.main([*command, "steps=400", "save_every=20", "eval_every=0"]) == 0
   assert held[399] <= held[100] + 5, held
+  speed = [float(row[7]) for row in csv.reader((mine[1] / "log.csv").open()) if row[7] != "tok_s"]
+  assert np.median(speed[-100:]) > np.median(speed[20:120]) / 2          # a step from the cache had grown longer with each step
   assert len(train.checkpoints(mine[1])) == 2            # older ones are removed
 
 def check_flat(tokens, more):
@@ -1396,7 +1497,7 @@ def test_memory_is_flat_in_a_million_tokens(): print(check_flat(1_000_000, 20_00
 def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(ten, tmp_path):
   """SIGKILL at random moments, most of them in training or in the writing of a checkpoint, which this run does at every second step."""
   folder, command = ten
-  command, kills, rng = [*command, "steps=600"], 0, np.random.default_rng()
+  command, kills, rng = [*command, "steps=600", "eval_every=100"], 0, np.random.default_rng()
   began = time.perf_counter()
   assert process([*command, f"out={tmp_path / 'whole'}"], folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait() == 0
   usual, out = time.perf_counter() - began, tmp_path / "killed"

@@ -2,7 +2,7 @@
 
 With no arguments it trains the small `atlas` preset on the source text of Python's own library and lets it speak."""
 from __future__ import annotations
-import codecs, contextlib, csv, dataclasses, hashlib, importlib.metadata, json, math, multiprocessing, os, pickle, platform, signal, sys, time
+import codecs, contextlib, csv, dataclasses, hashlib, importlib.metadata, json, math, multiprocessing, os, pickle, platform, re, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -57,6 +57,7 @@ ANSWER_TOKENS = 48            # longest answer that is generated in evaluation
 MODES = ("train", "sample", "eval", "export", "bench", "plot", "params")
 READERS = ("sample", "eval", "export")                 # modes that need a checkpoint
 LEAST = {"batch": 1, "length": 1}                      # every other number of Run is at least 0
+MOST = 2 ** 31 - 1                                     # of a whole number
 FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets", "lengths", "prompt", "tokens", "temperature",
         "top_k", "skip_bad"}
 QUIET = FREE - {"steps", "init_from"}                  # keys that leave the result of training as it is
@@ -66,7 +67,8 @@ QUIET = FREE - {"steps", "init_from"}                  # keys that leave the res
 def parse(argv:list[str]) -> tuple[dict, dict]:
   """key=value words -> the Run keys and the Config keys that were given, as their types.  ValueError in one line."""
   for word in argv:
-    if "=" not in word.lstrip("="): raise ValueError(f"{word!r} is not key=value: write {word.lstrip('-') or 'steps'}=... (--help lists the keys)")
+    if re.search(r"[\0\ud800-\udfff]", word): raise ValueError(f"{word!r} is not text: write it in UTF-8, without zero bytes")
+    if word.find("=") < 1: raise ValueError(f"{word!r} is not key=value: write {word.strip('-=') or 'steps'}=... (--help lists the keys)")
   pairs = [word.split("=", 1) for word in argv]
   fields = {f.name: (f, cls) for cls in (atlas.Config, Run) for f in dataclasses.fields(cls)}
   for key, _ in pairs:
@@ -78,7 +80,7 @@ def value(key:str, word:str, kind:type):
   try:
     if kind is bool: return {"1": True, "true": True, "0": False, "false": False}[word.lower()]
     return kind(word)
-  except (ValueError, KeyError): raise ValueError(f"{key}={word!r} is not {atlas.KINDS[kind]}") from None
+  except (ValueError, KeyError): raise ValueError(f"{key}={word!r} is not {atlas.KINDS[kind]}: give one") from None
 
 def check_run(run:Run) -> None:
   if run.mode not in MODES: raise ValueError(f"mode={run.mode!r} is unknown{atlas.near(run.mode, MODES)}")
@@ -86,6 +88,7 @@ def check_run(run:Run) -> None:
     x = getattr(run, f.name)
     if type(x) in (int, float) and not LEAST.get(f.name, 0) <= x < math.inf:
       raise ValueError(f"{f.name}={x} must be {LEAST.get(f.name, 0)} or more: its default is {f.default}")
+    if type(x) is int and x > MOST: raise ValueError(f"{f.name}={x} is too large: take {MOST} or less")
 
 def listed(run:Run) -> tuple[list[str], list[int]]:
   """The presets and lengths of a bench.  ValueError names what is wrong."""
@@ -93,7 +96,8 @@ def listed(run:Run) -> tuple[list[str], list[int]]:
   for name in names:
     if name not in atlas.PRESETS: raise ValueError(f"presets={run.presets}: {name!r} is unknown{atlas.near(name, atlas.PRESETS)}")
   for n in lengths:
-    if not n.isdecimal() or int(n) < 1: raise ValueError(f"lengths={run.lengths}: {n!r} is not a number of tokens: write lengths=256,2048")
+    if not n.isdecimal() or len(n) > 9 or int(n) < 1:
+      raise ValueError(f"lengths={run.lengths}: {n!r} is not a number of tokens: write lengths=256,2048")
   return names, [int(n) for n in lengths]
 
 def check_device() -> None:
@@ -107,9 +111,9 @@ def check_device() -> None:
 
 def check_out(out:Path) -> None:
   """Raises ValueError unless files can be written into out, without writing any."""
-  if out.resolve() in (Path.cwd(), *Path.cwd().parents):
+  if Path(os.path.realpath(out)) in (Path.cwd(), *Path.cwd().parents):
     raise ValueError(f"out={out} holds the working folder, so an earlier run could not be moved aside: name a folder of its own")
-  there = next(p for p in (out, *out.absolute().parents) if p.exists())
+  there = next(p for p in (out, *out.absolute().parents) if os.path.lexists(p))
   if not there.is_dir(): raise ValueError(f"out={out} cannot be a folder, {there} is a file: give another out")
   for folder in {there, out.absolute().parent} if used(out) else {there}:
     if not os.access(folder, os.W_OK | os.X_OK): raise ValueError(f"out={out} is not writable: give another out, or change the rights of {folder}")
@@ -185,7 +189,9 @@ def optimizer_for(flat:dict[str, Tensor], weight_decay:float) -> OptimizerGroup:
   """AdamW in two groups; norms, gates, biases, embeddings and the features' coefficients do not decay."""
   plain = [n for n, p in flat.items() if p.ndim == 1 or n == "embed" or n.endswith("gates")]
   groups = [([p for n, p in flat.items() if n not in plain], weight_decay), ([p for n, p in flat.items() if n in plain], 0.0)]
-  return OptimizerGroup(*[AdamW(weights, lr=0.0, b2=0.95, weight_decay=decay, fused=True) for weights, decay in groups])
+  optimizers = [AdamW(weights, lr=0.0, b2=0.95, weight_decay=decay, fused=True) for weights, decay in groups]
+  for o in optimizers: o.lr.realize()                    # a buffer of its own, for `overwrite`
+  return OptimizerGroup(*optimizers)
 
 def optimizer_state(optimizer:OptimizerGroup) -> dict[str, Tensor]:
   """AdamW's moments, flattened over each group, and the powers of its two decay rates."""
@@ -440,7 +446,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
     while step < run.steps and not stop.asked and not solved:
       tick = time.perf_counter()
       lr = rate(run, step)
-      for group in optimizer.optimizers: group.lr.assign(Tensor([lr])).realize()
+      for group in optimizer.optimizers: overwrite(group.lr, np.array([lr], np.float32))
       GlobalCounters.reset()
       loss, norm, eta = [float(t.item()) for t in train_step(*map(Tensor, batch(step)))]
       step += 1
@@ -804,8 +810,17 @@ def evaluate_lines(run:Run, cfg:atlas.Config, params:dict, lines:list[tuple[str,
 
 # *** pictures ***
 
+def curves(out:Path) -> tuple[list, list, list, list]:
+  """What there is to draw, in pairs: step and loss, step and held-out bits, position and bits, setting and accuracy."""
+  def pairs(name, x, y, kind:type=int):
+    try: return [(kind(r[x]), float(r[y])) for r in csv.DictReader((out / name).read_text().splitlines()) if r[y]]
+    except FileNotFoundError: return []
+    except (KeyError, TypeError, ValueError, csv.Error): raise ValueError(f"{out / name} is damaged: move it away, or train anew") from None
+  return (pairs("log.csv", "step", "loss"), pairs("log.csv", "step", "val_bpb"), pairs("positions.csv", "position", "bits"),
+          pairs("accuracy.csv", "setting", "micro", str))
+
 def check_plot(out:Path) -> None:
-  if not (out / "log.csv").is_file(): raise ValueError(f"out={out} has no log.csv to draw: train first, or name the folder of a run")
+  if not curves(out)[0]: raise ValueError(f"out={out} has no log.csv to draw, or no step in it: train first, or name the folder of a run")
   try: import matplotlib  # noqa: F401
   except ImportError: raise ValueError("mode=plot draws with matplotlib: pip install '.[plot]' (or pip install matplotlib)") from None
 
@@ -813,34 +828,36 @@ def plot(out:Path) -> None:
   """Draws out/log.csv: loss and validation against steps; beside it the loss by position in the context, or the accuracy of a task in
   every setting it was evaluated at.  Writes out/log.png."""
   import matplotlib.pyplot as plt
-  def rows(name): return list(csv.DictReader((out / name).open())) if (out / name).is_file() else []
-  log, positions, accuracy = rows("log.csv"), rows("positions.csv"), rows("accuracy.csv")
+  log, held, positions, accuracy = curves(out)
   n = 2 if positions or accuracy else 1
   figure, axes = plt.subplots(1, n, figsize=(1 + 4 * n, 3.4), layout="constrained", squeeze=False)
   left, right = axes[0, 0], axes[0, -1]
-  steps, bits = [int(r["step"]) for r in log], np.array([float(r["loss"]) for r in log]) / math.log(2)
+  steps, bits = [step for step, _ in log], np.array([loss for _, loss in log]) / math.log(2)
   left.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
   width = max(1, len(bits) // 20)
   left.plot(steps[width - 1:], np.convolve(bits, np.ones(width) / width, "valid"), color="C0", label=f"training, mean of {width}")
-  if held := [(int(r["step"]), float(r["val_bpb"])) for r in log if r["val_bpb"]]: left.plot(*zip(*held), "o-", color="C1", label="held out")
+  if held: left.plot(*zip(*held), "o-", color="C1", label="held out")
   left.set(xlabel="step", ylabel="bits per token" if positions else "bits", title=out.name)
   left.legend(frameon=False, fontsize=8)
   if positions:
-    x, y = [int(r["position"]) for r in positions], np.array([float(r["bits"]) for r in positions])
+    x, y = [place for place, _ in positions], np.array([bits for _, bits in positions])
     width = max(1, len(y) // 16)
     right.plot(x[width - 1:], np.convolve(y, np.ones(width) / width, "valid"), color="C2")
     right.set(xlabel="position in the context", ylabel="bits", title=f"held-out loss by position, mean of {width}")
   elif accuracy:
-    right.barh([r["setting"] for r in accuracy], [float(r["micro"]) for r in accuracy], color="C2")
+    right.barh(*zip(*accuracy), color="C2")
     right.set(xlabel="share of scored places right", xlim=(0, 1), title="held-out examples")
     right.invert_yaxis()
   figure.savefig(out / "log.png", dpi=110)
   print(f"written to {out / 'log.png'}")
 
 def said(e:Exception) -> str:
-  if not isinstance(e, OSError): return str(e)
-  if e.filename: return f"{e.filename} cannot be used ({e.strerror}): give another path"
-  return f"a file cannot be written ({e.strerror}): make room; what was saved before is whole"
+  """What is wrong, in one line that any terminal can show: a name may hold line ends."""
+  text = str(e)
+  if isinstance(e, OSError) and e.filename: text = f"{e.filename} cannot be used ({e.strerror}): give another path"
+  elif isinstance(e, OSError): text = f"a file cannot be written ({e.strerror}): make room; what was saved before is whole"
+  if isinstance(e, MemoryError): text = "there is not enough memory: take a smaller batch, length or model"
+  return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 def main(argv:list[str]) -> int:
   """Runs a command line in this process.  Exit code: 0 done, 1 loss not finite or band missed, 2 the user's input."""
@@ -852,7 +869,7 @@ def main(argv:list[str]) -> int:
     job = resolve(own, model)
     run, cfg = job.run, job.cfg
     if run.mode == "params": show_params(own, model)
-  except (ValueError, OSError) as e:
+  except (ValueError, OSError, MemoryError) as e:
     print("error:", said(e), file=sys.stderr)
     return 2
   if run.mode == "train": describe(run, cfg, job.source)
@@ -875,9 +892,9 @@ def main(argv:list[str]) -> int:
     elif job.source: evaluate(run, cfg, params, job.source, job.start.path)
     else: sample(run, cfg, params, job.start.meta["text"]["is_bytes"])
   except Taken as e:                                     # by a run that began at the same moment
-    print("error:", e, file=sys.stderr)
+    print("error:", said(e), file=sys.stderr)
     return 2
-  except OSError as e:                                   # a full disk, a folder taken away
+  except (OSError, MemoryError) as e:                    # a full disk, a folder taken away
     print("error:", said(e), file=sys.stderr)
     return 1
   except KeyboardInterrupt:
