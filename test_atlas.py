@@ -1114,6 +1114,20 @@ def test_nor_do_malformed_lines_or_logs(attempt, lines, log, skip_bad):
   attempt(["out=made", *(["mode=plot"] if log else ["mode=eval", f"data={name}", f"skip_bad={skip_bad}"])])
   Path(name).unlink()
 
+@drawn(200)
+@given(words=st.sampled_from(["mode=sample out=made", "mode=eval out=made", "mode=export out=made", "resume=1 out=made preset=deltanet",
+                              "init_from=made/step_00000003.safetensors"]),
+       start=st.floats(0, 1), size=st.sampled_from([0, 1, 8, 100, 10 ** 9]), junk=st.one_of(st.binary(max_size=9), st.just(b"9" * 9000)))
+def test_nor_does_a_damaged_checkpoint(attempt, words, start, size, junk):
+  """Some bytes of it, or all after a place, replaced by others.  Exit code 2, unless nothing has changed."""
+  good = (path := train.checkpoints(Path("made"))[0]).read_bytes()
+  at = int(start ** 4 * len(good))                       # mostly in the header
+  path.write_bytes(bad := good[:at] + junk + good[at + size:])
+  if bad != good:
+    with pytest.raises(ValueError): atlas.read(path)
+  attempt(words.split())
+  path.write_bytes(good)
+
 @pytest.mark.skipif(Device.DEFAULT != "CPU", reason="clang is the CPU device's compiler")
 @pytest.mark.parametrize("clang", ["/nonexistent", "/bin/false"])
 def test_no_usable_device_says_how_to_get_clang(clang, tmp_path):
