@@ -644,23 +644,30 @@ def test_matmul_is_the_product_and_so_are_its_gradients(G, R, K, C):
 # *** 7. stress ***
 
 def hostile(tokens, vocab):
-  """Three rows: one token repeated, a short pattern repeated, noise."""
-  return np.stack([np.full(tokens, 7), np.arange(tokens) % 5, np.random.default_rng(0).integers(0, vocab, tokens)]).astype(np.int32)
+  """Four rows: one token repeated, a short pattern repeated, noise, and blocks of noise and of one token in turn."""
+  noise, place = np.random.default_rng(0).integers(0, vocab, tokens), np.arange(tokens)
+  return np.stack([np.full(tokens, 7), place % 5, noise, np.where(place // 512 % 2, 7, noise)]).astype(np.int32)
+
+def in_pieces(cfg, params, stream, state=None):
+  """What the model makes of a stream (B,T), 256 tokens a call: logits, state."""
+  read_on = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
+  for i in range(0, stream.shape[1], 256):
+    x = Tensor(stream[:, i:i + 256].copy())
+    logits, state = atlas.forward(params, cfg, x) if state is None else read_on(x, state)
+    state = {n: z.clone().realize() for n, z in state.items()}
+    yield logits.numpy(), state
 
 def check_stress(name, tokens):
   cfg = small(name, chunk=32, muon_every=4, **windows(name, 64))
   params, stream = atlas.init(cfg), hostile(tokens, cfg.vocab)
-  state: Any = None
   if cfg.mixer == "attention" and not cfg.attn_window: return check_whole(cfg, params, [row[None] for row in stream])
   if cfg.features == "exp": return check_whole(cfg, params, [stream])
-  read_on, resident = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state)), 0
-  for i in range(0, tokens, 256):
-    if i == 4096: resident = resident_mb()
-    x = Tensor(stream[:, i:i + 256].copy())
-    logits, state = atlas.forward(params, cfg, x) if state is None else read_on(x, state)
-    Tensor.realize(logits, *state.values())
-    assert np.isfinite(logits.numpy()).all(), f"not finite within {i + 256} tokens"
-  assert all(np.isfinite(s.numpy()).all() for s in state.values())
+  for i, (logits, state) in enumerate(in_pieces(cfg, params, stream)):
+    if i == 16: resident = resident_mb()
+    assert np.isfinite(logits).all(), f"not finite within {256 * (i + 1)} tokens"
+  largest = max([float(np.abs(z.numpy()).max()) for n, z in state.items() if "M." in n], default=0.0)
+  # nothing forgets in a sum of v k^T: it grows with the stream, by eta at most
+  assert largest < 10 + (tokens * atlas.INIT.eta_dot / cfg.chunk if cfg.loss == "dot" and not cfg.forget else 0)
   assert resident_mb() < resident + 20, "memory grows with the stream"
 
 def resident_mb(): return int(Path("/proc/self/statm").read_text().split()[1]) // 256 if Path("/proc").exists() else 0
@@ -676,6 +683,30 @@ LONG = {n: Tensor.empty(1, 1, 64, 1) for n in ("0.k", "0.keys")}               #
 @slow
 @pytest.mark.parametrize("name", [name for name in PRESETS if atlas.room(small(name), LONG) is None])      # others cost the square of the stream
 def test_very_long_hostile_streams_stay_finite(name): check_stress(name, 65536)
+
+@slow
+@pytest.mark.parametrize("name", [name for name in PRESETS if atlas.room(small(name), LONG) is None])
+def test_a_trained_model_stays_finite_and_what_forgets_recovers(name):
+  """64K tokens of each hostile kind, and of text; then another text: after 1,024 tokens of it, the loss is that after text, to 5%."""
+  cfg, text = small(name, vocab=256, dim=32, key_dim=16, value_dim=16, chunk=32, muon_every=4, **windows(name, 64)), data.load("python", 256, 128)
+  params = atlas.init(cfg)
+  optimizer = train.optimizer_for(get_state_dict(params), 0.1)
+  step, tokens, more = train.training_step(params, cfg, optimizer, 1.0), 65_536, 4096
+  with Context(TRAINING=1):
+    for i in range(200):
+      for o in optimizer.optimizers: train.overwrite(o.lr, np.array([train.rate(train.Run(), i)], np.float32))
+      step(*map(Tensor, data.batch(text.train, 4, 128, 0, i)))
+  rows = np.concatenate([hostile(tokens, 256), text.train[None, :tokens].astype(np.int32)])
+  rows = np.concatenate([rows, np.tile(text.val[:more].astype(np.int32), (len(rows), 1))], axis=1)
+  losses = []
+  for i, (logits, state) in enumerate(in_pieces(cfg, params, rows)):
+    assert np.isfinite(logits).all(), f"not finite within {256 * (i + 1)} tokens"
+    if 256 * i < tokens + 1024: continue
+    x, z = rows[:, 256 * i + 1:256 * (i + 1)], logits[:, :-1].astype(np.float64)
+    losses.append((np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, x[..., None], -1)[..., 0]).mean(1))
+  *ours, normal = np.mean(losses, axis=0)
+  if cfg.forget or cfg.mixer == "attention": assert max(ours) < 1.05 * normal, (ours, normal)
+  print(f"{name}: {max(ours) / normal - 1:+.1%} of {normal / math.log(2):.2f} bits", file=sys.stderr)
 
 # *** 8. other devices: pytest -m devices ***
 
@@ -1520,9 +1551,9 @@ def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(ten, tmp
     except subprocess.TimeoutExpired: run.kill()
     said = run.communicate()[1].decode()
     if code is not None: break
-    assert "Traceback" not in said
     kills += 1
-  assert code == 0 and kills >= 20 and result(out) == result(tmp_path / "whole")
+  assert code == 0, said[-3000:]
+  assert kills >= 20 and result(out) == result(tmp_path / "whole")
   print(f"killed {kills} times")
 
 def commands():

@@ -2,14 +2,15 @@
 
 With no arguments it trains the small `atlas` preset on the source text of Python's own library and lets it speak."""
 from __future__ import annotations
-import codecs, contextlib, csv, dataclasses, hashlib, importlib.metadata, json, math, multiprocessing, os, pickle, platform, re, signal, sys, time
+import codecs, contextlib, csv, dataclasses, hashlib, importlib.metadata, itertools, json, math, multiprocessing, os, pickle, platform, re, signal
+import sys, time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterable, NamedTuple, cast
 import numpy as np
-from tinygrad import Context, Device, Tensor, TinyJit
+from tinygrad import Context, Device, Tensor, TinyJit, UOp
 from tinygrad.device import Buffer
 from tinygrad.helpers import ContextVar, GlobalCounters
 from tinygrad.nn.optim import AdamW, OptimizerGroup
@@ -239,6 +240,10 @@ def cache_key(run:Run, cfg:atlas.Config) -> str:
   what = [dataclasses.asdict(cfg), list(layout(run, cfg)), run.batch, run.length, run.weight_decay, run.clip, sources, tinygrad, sys.version,
           platform.platform(), flags, Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target)]
   return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
+
+# tinygrad tells buffers apart by a number that every process counts from 0, and a pickled buffer keeps its own: where both are in use, two tensors
+# become one.  Counted from a random start, the numbers of a cached step are not given out again.
+UOp.unique_num = itertools.count(int.from_bytes(os.urandom(6), "little"))
 
 class Step(NamedTuple):
   """A training step and the tensors that it changes: its buffers are theirs."""
