@@ -786,6 +786,14 @@ def test_a_batch_taken_in_parts_gives_the_same_steps_however_many_targets_each_h
   whole = trained("deltanet", batches)
   for accum in (2, 4): agree("in parts against whole", trained("deltanet", batches, accum=accum), whole)
 
+def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learns():
+  full, half = [trained("titans", noise(12), dtype=dtype) for dtype in ("float32", "bfloat16")]
+  assert 0 < np.abs(half[0] / full[0] - 1).max() < 0.02
+  assert all(np.abs(m).max() > 0 for m in half[1].values()) and all(w.dtype == np.float32 for w in half[2].values())
+  cfg = small("titans", vocab=8, dtype="bfloat16")
+  logits, state = atlas.forward(atlas.init(cfg), cfg, Tensor(noise(1)[0][0]))
+  assert logits.dtype == dtypes.float and all(z.dtype == dtypes.float for n, z in state.items() if n != "position")
+
 # *** the text ***
 
 def test_batches_are_a_function_of_seed_and_step_and_targets_are_the_next_tokens():
@@ -997,7 +1005,8 @@ BAD = {                                                  # a command line and wh
   "batch=0": "1 or more", "accum=3": "accum=3 does not divide batch=4: take one of 1, 2, 4",
   "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
   "muon_every=3": "does not divide chunk=32", "degree=9 key_dim=64": "features, more than 65,536", "preset=swa key_dim=5": "key_dim=5 is odd",
-  "window=0": "window=0 is too small", "backend=fast": "take one of auto, ops, fused", "data=/nowhere": "does not exist",
+  "window=0": "window=0 is too small", "dtype=half": "take one of float32, bfloat16",
+  "backend=fast": "take one of auto, ops, fused", "data=/nowhere": "does not exist",
   "mode=sample": "has no checkpoint", "mode=eval": "has no checkpoint", "length=9000000": "too short", "vocab=50": "outside vocab=50",
   "preset=dot memory=gated": "two first layers", "preset=dot optimizer=muon": "no matrix to orthogonalise", "preset=dot anchors=0": "1 or more",
   "preset=dot backend=fused": "take ops or auto", "init_from=/nowhere": "does not exist", "out=/dev/null/x": "is a file"}
@@ -1013,6 +1022,22 @@ def test_the_first_fault_in_the_stated_order_is_reported(capsys, tmp_path, monke
   faults = ["oops", "nokey=1", "steps=x", "muon_every=3", "data=/nowhere", "out=/dev/null/x"]
   for i, word in enumerate(("oops", "nokey", "steps", "muon_every", "data", "out")):
     assert train.main(faults[i:]) == 2 and last_error(capsys).startswith(f"error: {word if i else chr(39) + word}")
+
+def test_a_device_without_bfloat16_is_named(capsys, tmp_path, monkeypatch):
+  def refuse(*_): raise NotImplementedError("no such type")
+  monkeypatch.setattr(atlas, "linear", refuse)
+  assert train.main(["dtype=bfloat16", "steps=0", f"out={tmp_path / 'o'}"]) == 2
+  assert last_error(capsys) == f"error: dtype=bfloat16 does not run on {Device.DEFAULT} (no such type): take dtype=float32"
+
+def test_a_run_goes_on_in_other_parts_and_another_precision_and_not_with_another_rate(tmp_path, text, capsys):
+  words = [*TINY, text, "preset=deltanet", "batch=2", "length=16", "tokens=1", "eval_every=0", f"out={tmp_path / 'o'}"]
+  assert train.main([*words, "steps=1"]) == 0
+  assert train.main(["resume=1", "steps=2", "accum=2", "dtype=bfloat16", text, f"out={tmp_path / 'o'}"]) == 0
+  meta, weights = train.read_meta(newest := train.checkpoints(tmp_path / "o")[-1]), safe_load(newest)
+  assert (meta["step"], meta["run"]["accum"], meta["config"]["dtype"]) == (2, 2, "bfloat16") and {t.dtype for t in weights.values()} == {dtypes.float}
+  capsys.readouterr()
+  for word, message in (("accum=4", "batch=2: take one of 1, 2"), ("lr=3", "contradicts")):
+    assert train.main(["resume=1", word, text, f"out={tmp_path / 'o'}"]) == 2 and message in last_error(capsys)
 
 @pytest.mark.parametrize("content,message", [(b"", "is empty"), (b"x" * 100, "too short")])
 def test_bad_text_is_named(content, message, capsys, tmp_path):

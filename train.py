@@ -57,8 +57,8 @@ ANSWER_TOKENS = 48            # longest answer that is generated in evaluation
 MODES = ("train", "sample", "eval", "bench", "plot", "params")
 LEAST = {"batch": 1, "accum": 1, "length": 1}                   # every other number of Run is at least 0
 FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets", "lengths", "prompt", "tokens", "temperature",
-        "top_k", "skip_bad", "accum"}
-QUIET = FREE - {"steps", "init_from"}                  # keys that leave the result of training as it is
+        "top_k", "skip_bad", "accum", "dtype"}
+QUIET = FREE - {"steps", "init_from", "dtype"}         # keys that leave the result of training as it is
 
 # *** the command line ***
 
@@ -105,9 +105,18 @@ def check_device() -> None:
   try:
     with Context(CACHELEVEL=0): assert (Tensor([1, 2, 3]) * 2 + 1).tolist() == [3, 5, 7]
   except Exception as e:                                 # whatever a driver throws, the user needs the same advice
-    reason = (str(e).splitlines() or [type(e).__name__])[0][:120]
-    raise ValueError(f"no usable tinygrad device ({reason}): for the CPU install clang (pip install '.[cpu]' or apt-get install clang), "
+    raise ValueError(f"no usable tinygrad device ({reason(e)}): for the CPU install clang (pip install '.[cpu]' or apt-get install clang), "
                      f"or name another, DEV=CUDA for example") from None
+
+def reason(e:Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0][:120]
+
+def check_dtype(cfg:atlas.Config) -> None:
+  """Compiles and runs a small dense product in another precision than float32, forward and backward: not every device has one."""
+  if cfg.dtype == "float32": return
+  try:
+    x = Tensor([[1.0, 2.0]])
+    with Context(CACHELEVEL=0): assert atlas.linear(cfg, x, x).sum().gradient(x)[0].tolist() == [[2.0, 4.0]]
+  except Exception as e: raise ValueError(f"dtype={cfg.dtype} does not run on {Device.DEFAULT} ({reason(e)}): take dtype=float32") from None
 
 def check_out(out:Path) -> None:
   """Raises ValueError unless files can be written into out, without writing any."""
@@ -201,9 +210,9 @@ def predictions(params:dict, cfg:atlas.Config, x:Tensor) -> tuple[Tensor, Tensor
   h, _, eta = atlas.hidden(params, cfg, x)
   if near := params.get("decoder"):
     z = (h[:, -1:] + near["position"]).contiguous()
-    gate, value = atlas.linear(z, near["in"]).contiguous().chunk(2, dim=-1)
-    h = z + atlas.linear(gate.silu() * value, near["out"])
-  return atlas.linear(h, params["embed"]).float(), eta
+    gate, value = atlas.linear(cfg, z, near["in"]).contiguous().chunk(2, dim=-1)
+    h = z + atlas.linear(cfg, gate.silu() * value, near["out"])
+  return atlas.linear(cfg, h, params["embed"]).float(), eta
 
 @dataclass(frozen=True)
 class Accumulated:
@@ -691,6 +700,7 @@ def resolve(own:dict, model:dict) -> Job:
   if found: run, cfg = from_checkpoint(found[-1], run, own, model)             # its batch counts, where none is given
   elif run.mode in ("sample", "eval"): raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
   if run.mode in ("train", "bench"): check_parts(run)
+  check_dtype(cfg)
   if run.task and reads and not task and "data" not in own: task = data.task(run.task, run.length, cfg.vocab)       # the checkpoint's
   if task: run = dataclasses.replace(run, length=task.settings["length"])
   if task and task.vocab > cfg.vocab: raise ValueError(f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: give the task vocab=")
@@ -727,7 +737,8 @@ def from_checkpoint(path:Path, run:Run, own:dict, model:dict) -> tuple[Run, atla
     if key not in free and (was := (meta["run"] | meta["config"]).get(key)) != x:
       raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={was}: leave {key} out, or train anew in another out")
   now = {"mode", "out", "resume", "init_from"} | (set() if run.mode == "train" else {"prompt", "tokens", "temperature", "top_k", "seed"})
-  try: return Run(**meta["run"] | own | {k: getattr(run, k) for k in now}), atlas.Config(**meta["config"])
+  config = meta["config"] | {k: x for k, x in model.items() if k in free}
+  try: return Run(**meta["run"] | own | {k: getattr(run, k) for k in now}), atlas.Config(**config)
   except TypeError: raise ValueError(f"{path} has settings that this version does not know: use the version that made it") from None
 
 def evaluate(run:Run, cfg:atlas.Config, params:dict, text:data.Text, start:Path) -> None:
