@@ -29,7 +29,8 @@ import kernels
 # *** settings ***
 
 CHOICES = {"mixer": ("memory", "attention", "mag", "mal", "mac"), "memory": ("linear", "mlp", "gated"), "features": ("identity", "poly", "exp"),
-           "loss": ("l2", "dot"), "optimizer": ("gd", "muon"), "backend": ("auto", "ops", "fused")}
+           "loss": ("l2", "dot"), "optimizer": ("gd", "muon"), "backend": ("auto", "ops", "fused"),
+           "dtype": ("float32", "bfloat16")}
 LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0, "persist": 0, "anchors": 0}                    # every other whole number is at least 1
 # Every other number is at most 2^20: what is more is no model, but a slip, and these make a part each, or a factorial.
 MOST = {"degree": 32} | dict.fromkeys(("layers", "heads", "window", "conv", "ns_steps", "mlp_ratio"), 1024)
@@ -62,6 +63,7 @@ class Config:
   persist: int = 0            # persistent tokens: learned, in front of the attention's keys
   mlp_ratio: float = 2.0      # hidden size of the SwiGLU MLP, in units of dim
   backend: str = "auto"       # form of the recurrence: ops (stock tensor operations) | fused (one kernel) | auto (the faster)
+  dtype: str = "float32"      # what dense layers multiply: float32 | bfloat16 (rounded copies; the weights and all else stay float32)
 
   def __post_init__(self):
     for f in dataclasses.fields(self):
@@ -260,8 +262,10 @@ def filled(table:dict, seed:int) -> dict:
 
 # *** the model, from the inside out.  x: the residual stream (B,T,dim) ***
 
-def linear(x:Tensor, w:Tensor) -> Tensor:
-  """x (...,in) @ w (out,in)^T.  Input and incoming gradient are stored first, or the scheduler computes them anew inside every product."""
+def linear(cfg:Config, x:Tensor, w:Tensor) -> Tensor:
+  """x (...,in) @ w (out,in)^T, float32, of x and w rounded to cfg.dtype: the only place where another precision is used.
+  Input and incoming gradient are stored first, or the scheduler computes them anew inside every product."""
+  if cfg.dtype != "float32": x, w = x.cast(cfg.dtype), w.cast(cfg.dtype).contiguous()
   return kernels.matmul(x.contiguous(), w, yt=True).contiguous_backward()
 
 def rms_norm(x:Tensor, weight:Tensor) -> Tensor: return (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight).contiguous()
@@ -308,14 +312,14 @@ def answer(cfg:Config, y:Tensor, q:Tensor, norm:Tensor, skip:Tensor|None) -> Ten
 def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=None) -> tuple[Tensor, dict, Tensor]:
   """The memory behind its projections (method: Titans' block).  x (B,T,dim), normalised -> heads side by side (B,T,H*value_dim), state, eta."""
   B, T, H, after = *x.shape[:2], cfg.heads, {}
-  z = linear(x, p["qkv"])
+  z = linear(cfg, x, p["qkv"])
   if cfg.conv: z, after["conv"] = causal_conv(z, p["conv"], None if state is None else state["conv"])
   q, k, v = split_heads(cfg, z.contiguous())
   q, k, v = unit(q), unit(k), v.silu()                   # choice: before phi, the same for both, and without SiLU, which would make keys alike
   # differs from the paper: values are kept inside the unit ball, because no bound on eta is safe for values of any length
   v = (v * (v.square().sum(-1, keepdim=True) + 1).rsqrt()).contiguous()
 
-  gates = (linear(x, p["gates"]) + p["gate_bias"]).sigmoid().transpose(1, 2).contiguous()                        # (B,gates,T)
+  gates = (linear(cfg, x, p["gates"]) + p["gate_bias"]).sigmoid().transpose(1, 2).contiguous()                        # (B,gates,T)
   gate = dict(zip(gate_sizes(cfg), gates.split(list(gate_sizes(cfg).values()), dim=1)))
   one = Tensor.ones(B, H, T)
   alpha, theta = gate.get("alpha", one), gate.get("theta", one)
@@ -328,7 +332,7 @@ def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=N
     q, k, eta = q * scale.sqrt(), k * scale.sqrt(), eta * (-scale.squeeze(-1)).exp()
   if has_residual(cfg) and cfg.loss == "l2": v = v + k   # so that the memory's own layers store v, as they do without [x +] (see answer)
   y, memory = kernels.memory(cfg, memory_weights(p, cfg), q, k, v, alpha, theta, eta, gamma, state, phase)             # (B,H,T,value_dim)
-  y = answer(cfg, y, q, p["out_norm"], p.get("out_skip")) * (linear(x, p["out_gate"]) + p["out_gate_bias"]).silu()
+  y = answer(cfg, y, q, p["out_norm"], p.get("out_skip")) * (linear(cfg, x, p["out_gate"]) + p["out_gate_bias"]).silu()
   return y, after | {n: s for n, s in memory.items() if n != "position"}, eta.mean()
 
 @functools.cache
@@ -357,12 +361,12 @@ def softmax_attention(q:Tensor, k:Tensor, v:Tensor, turn:tuple[Tensor, ...], tur
 
 def persistent(p:dict, cfg:Config) -> tuple|None:
   """Keys and values of the persistent tokens."""
-  return tuple(z[0] for z in split_heads(cfg, linear(p["persist"].unsqueeze(0), p["qkv"]))[1:]) if cfg.persist else None
+  return tuple(z[0] for z in split_heads(cfg, linear(cfg, p["persist"].unsqueeze(0), p["qkv"]))[1:]) if cfg.persist else None
 
 def attention_heads(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict]:
   """Causal softmax attention with rotary positions, over everything or the last attn_window tokens.
   x (B,T,dim), normalised -> heads side by side (B,T,H*value_dim), state."""
-  return (windowed if cfg.attn_window else full)(cfg, split_heads(cfg, linear(x, p["qkv"]).contiguous()), persistent(p, cfg), state)
+  return (windowed if cfg.attn_window else full)(cfg, split_heads(cfg, linear(cfg, x, p["qkv"]).contiguous()), persistent(p, cfg), state)
 
 def windowed(cfg:Config, qkv:list[Tensor], persist:tuple|None, state:dict|None) -> tuple[Tensor, dict]:
   """In blocks of attn_window queries that see their own block of keys and the one before, so that nothing is T by T.
@@ -420,24 +424,24 @@ def _with_capacity(cache:Tensor, needed:int) -> Tensor:
 
 def memory_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
   y, after, eta = memory_heads(p, cfg, x, state)
-  return linear(y, p["out"]), after, eta
+  return linear(cfg, y, p["out"]), after, eta
 
 def attention_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
   y, after = attention_heads(p, cfg, x, state)
-  return linear(y, p["out"]), after, Tensor(0.0)
+  return linear(cfg, y, p["out"]), after, Tensor(0.0)
 
 def mag_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
   """Memory as gate: attention and memory read the same x; both normalised, one gates the other."""
   m, memory, eta = memory_heads(p, cfg, x, part(state, "memory"))
   y, near = attention_heads(p["attention"], cfg, x, part(state, "attention"))
   y = rms_norm(y, p["attention"]["norm"]) * rms_norm(m, p["attention"]["memory_norm"]).silu()
-  return linear(y, p["out"]), named("memory", memory) | named("attention", near), eta
+  return linear(cfg, y, p["out"]), named("memory", memory) | named("attention", near), eta
 
 def mal_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, Tensor]:
   """Memory as layer: attention reads what the memory puts out."""
   m, memory, eta = memory_heads(p, cfg, x, part(state, "memory"))
-  y, near = attention_heads(p["attention"], cfg, rms_norm(linear(m, p["out"]), p["attention"]["norm"]), part(state, "attention"))
-  return linear(y, p["attention"]["out"]), named("memory", memory) | named("attention", near), eta
+  y, near = attention_heads(p["attention"], cfg, rms_norm(linear(cfg, m, p["out"]), p["attention"]["norm"]), part(state, "attention"))
+  return linear(cfg, y, p["attention"]["out"]), named("memory", memory) | named("attention", near), eta
 
 HELD, CACHES = ("memory", "start", "cache"), ("h_k", "h_v", "x_k", "x_v")
 
@@ -454,8 +458,8 @@ def segment(p:dict, cfg:Config, read:Tensor, q:Tensor, of_x:list[Tensor], place:
     start = {name: (place == 0).where(now[name], z) for name, z in longer.items()}
   elif place == 0: start = now
   h = kernels.recall(cfg, memory_weights(p, cfg), start, read)
-  h = linear(answer(cfg, h, read, near["read_norm"], near.get("read_skip")), near["read_out"])
-  of_h = [heads_of(cfg, z) for z in linear(h, near["qkv"][H * d:].contiguous()).split([H * d, H * cfg.value_dim], dim=-1)]
+  h = linear(cfg, answer(cfg, h, read, near["read_norm"], near.get("read_skip")), near["read_out"])
+  of_h = [heads_of(cfg, z) for z in linear(cfg, h, near["qkv"][H * d:].contiguous()).split([H * d, H * cfg.value_dim], dim=-1)]
   turns, column = _rope_table(w, d, cast(str, q.device)), Tensor.arange(w).reshape(w, 1)
   if isinstance(place, Tensor):
     cache = {name: (column == place).where(z, cache[name]) for name, z in zip(CACHES, (*of_h, *of_x))}
@@ -467,7 +471,7 @@ def segment(p:dict, cfg:Config, read:Tensor, q:Tensor, of_x:list[Tensor], place:
   k, v = [cache["h_" + name].cat(cache["x_" + name], dim=2).contiguous() for name in "kv"]
   seen = column.reshape(1, w) <= place + Tensor.arange(n).reshape(n, 1)
   y = softmax_attention(q, k, v, turn, tuple(z.cat(z) for z in turns), seen.cat(seen, dim=1), persistent(near, cfg))
-  y = rms_norm(linear(joined(y), near["out"]), near["norm"])
+  y = rms_norm(linear(cfg, joined(y), near["out"]), near["norm"])
   m, memory, eta = memory_heads(p, cfg, y, {"position": position} | memory, phase)
   return y, m, eta, memory, start, cache
 
@@ -485,9 +489,9 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, di
     memory, start, cache = {n: z.contiguous() for n, z in begin.items() if n != "position"}, {}, {}
   else: memory, start, cache = [{n: z for n, z in cast(dict, part(state, name)).items() if n != "position"} for name in HELD]
   known = kernels.read_position({"position": position})  # None only while a jit is captured
-  read_q = unit(heads_of(cfg, linear(x, p["attention"]["read_q"])))
+  read_q = unit(heads_of(cfg, linear(cfg, x, p["attention"]["read_q"])))
   if cfg.features == "exp": read_q = read_q * squared_length(p, cfg).sqrt()
-  queries = [read_q, *split_heads(cfg, linear(x, p["attention"]["qkv"]).contiguous())]
+  queries = [read_q, *split_heads(cfg, linear(cfg, x, p["attention"]["qkv"]).contiguous())]
   done, outs = 0, cast(list[list], [])
   while done < T:
     place = position % w if T == 1 and state is not None else ((known or 0) + done) % w       # one token may go anywhere in its segment
@@ -496,7 +500,7 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, di
     *out, memory, start, cache = segment(p, cfg, read, q, of_x, place, position + done, ((known or 0) + done) % cfg.chunk, memory, start, cache)
     outs, done = [*outs, out], done + n
   y, m = [Tensor.cat(*z, dim=1) for z in list(zip(*outs))[:2]]
-  y = y * linear(m, p["out"])
+  y = y * linear(cfg, m, p["out"])
   if known is None and T > 1: y = (position % w == 0).where(y, math.nan)
   return y, named("memory", memory) | named("start", start) | named("cache", cache), Tensor.stack(*[out[2] for out in outs]).mean()
 
@@ -506,8 +510,8 @@ def block(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, dict, 
   """Pre-norm residual block: token mixer, then SwiGLU MLP."""
   y, state, eta = MIXERS[cfg.mixer](p, cfg, rms_norm(x, p["norm1"]), state)
   x = (x + y).contiguous()
-  gate, value = linear(rms_norm(x, p["norm2"]), p["mlp_in"]).contiguous().chunk(2, dim=-1)
-  return (x + linear(gate.silu() * value, p["mlp_out"])).contiguous(), state, eta
+  gate, value = linear(cfg, rms_norm(x, p["norm2"]), p["mlp_in"]).contiguous().chunk(2, dim=-1)
+  return (x + linear(cfg, gate.silu() * value, p["mlp_out"])).contiguous(), state, eta
 
 def hidden(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
   """What the blocks make of the tokens, normalised (B,T,dim); the state; the mean memory step eta over blocks, heads and tokens."""
@@ -527,7 +531,7 @@ def forward(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None
   state: what an earlier call returned; forward(a), then forward(b, state) equals forward(a + b).  It is a flat dict of Tensors (so TinyJit
   takes it as it is), never changed in place; a step of one token may be jitted, and room(cfg, state) says for how long."""
   x, after, _ = hidden(params, cfg, tokens, state)
-  return linear(x, params["embed"]).float(), after
+  return linear(cfg, x, params["embed"]).float(), after
 
 def room(cfg:Config, state:dict[str, Tensor]) -> int|None:
   """How many tokens in all the state has place for before a jitted step must be captured again; None: no end."""

@@ -785,14 +785,16 @@ def _matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, device:str):
   return args, size, program
 
 def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
-  """x @ y over the last two axes, each first transposed if asked (xt, yt); other axes equal, or y has none.  On a CPU with the register tile of
-  Kernel.product, several times faster than a stock product (its gradients too); elsewhere, and for sizes that no tile divides, plain `@`."""
+  """x @ y over the last two axes, each first transposed if asked (xt, yt); other axes equal, or y has none; the result is float32.  On a CPU
+  with the register tile of Kernel.product, several times faster than a stock product (its gradients too); elsewhere, and for sizes that no tile
+  divides, a stock product."""
   if y.ndim == 2 and not xt: x, lead = x.reshape(-1, x.shape[-1]), x.shape[:-1]
   else: lead = x.shape[:-2] + (x.shape[-1 if xt else -2],)
   (R, K), (K2, C) = [cast(tuple[int, int], z.shape[-2:][::-1 if t else 1]) for z, t in ((x, xt), (y, yt))]
   if K != K2: raise ValueError(f"matmul: {K} columns do not meet {K2} rows")
+  if x.dtype == dtypes.bfloat16 and on_cpu(x.device): x, y = x.float(), y.float()        # their products are exact in float32
   fits = on_cpu(x.device) and x.dtype == y.dtype == dtypes.float and (C < 8 or _divisor(C, 24, 32, 16, 8) >= 4)
-  if not fits: return ((x.transpose(-1, -2) if xt else x) @ (y.transpose(-1, -2) if yt else y)).reshape(*lead, C)
+  if not fits: return (x.transpose(-1, -2) if xt else x).dot(y.transpose(-1, -2) if yt else y, dtype=dtypes.float).reshape(*lead, C)
   G, device = math.prod(cast(tuple[int, ...], x.shape[:-2])), cast(str, x.device)
   def backward(g, call):
     shapes = (K, R) if xt else (R, K), (C, K) if yt else (K, C), (R, C)

@@ -773,14 +773,14 @@ def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch)
 
 # *** 9. training ***
 
-def trained(name, batches, lr=0.02, **fields):
-  """Losses of steps on batches (tokens and targets), and the optimizer's first moments by parameter after the first."""
+def trained(name, batches, lr=0.02, accum=1, **fields):
+  """Losses of steps on batches (tokens and targets), the optimizer's first moments by parameter after the first, and the weights after the last."""
   cfg = small(name, vocab=8, **fields)
   params = atlas.init(cfg)
   flat = get_state_dict(params)
   optimizer = train.optimizer_for(flat, 0.0)
   for o in optimizer.optimizers: o.lr.assign(Tensor([lr])).realize()
-  step, losses = train.training_step(params, cfg, optimizer, 1.0), []
+  step, losses = train.training_step(params, cfg, optimizer, 1.0, accum), []
   moments: dict[str, np.ndarray] = {}
   with Context(TRAINING=1):
     for x, y in batches:
@@ -789,7 +789,7 @@ def trained(name, batches, lr=0.02, **fields):
         for g, o in enumerate(optimizer.optimizers):
           m = train.optimizer_state(optimizer)[f"adam.{g}.m"].numpy()
           moments |= {next(n for n, q in flat.items() if q is p): m[a:a + p.numel()] for p, a in zip(o.params, o.pos_params)}
-  return np.array(losses), moments
+  return np.array(losses), moments, {n: p.numpy() for n, p in flat.items()}
 
 def noise(steps):
   tokens = np.random.default_rng(5).integers(0, 8, (steps, 8, 17)).astype(np.int32)
@@ -798,14 +798,33 @@ def noise(steps):
 @pytest.mark.parametrize("name", FEWER)
 def test_noise_is_not_predicted_and_every_parameter_learns(name):
   """On fresh uniform tokens no model gets below ln(V): where one does, it sees its targets."""
-  losses, moments = trained(name, noise(120), **windows(name, 8))
+  losses, moments, _ = trained(name, noise(120), **windows(name, 8))
   assert losses[-50:].mean() > math.log(8) - 4 * losses[-50:].std() / 50 ** 0.5
   assert losses[-50:].mean() < math.log(8) + 0.2         # and it has learned that there is nothing to predict
   assert all(np.abs(m).max() > 0 for m in moments.values()), [n for n, m in moments.items() if np.abs(m).max() == 0]
 
 def test_one_batch_is_learned_by_heart():
-  losses, _ = trained("atlas", noise(1) * 150)
+  losses, *_ = trained("atlas", noise(1) * 150)
   assert losses[-1] < 0.5 < losses[0]
+
+def agree(what, one, other, bound=1e-5):
+  """Two results of `trained`: losses, first moments by parameter, and all weights."""
+  def parts(result): return [result[0], *result[1].values(), np.concatenate([w.ravel() for w in result[2].values()])]
+  for a, b in zip(parts(one), parts(other), strict=True): assert record(what, relative(a, b)) < bound
+
+def test_a_batch_taken_in_parts_gives_the_same_steps_however_many_targets_each_has():
+  asked = np.random.default_rng(1).random((5, 8, 16)) < np.linspace(0, 0.7, 8)[:, None]                  # of the first sequence none
+  batches = [(x, y if i < 2 else np.where(asked[i], y, -100)) for i, (x, y) in enumerate(noise(5))]      # text, then a task
+  whole = trained("deltanet", batches)
+  for accum in (2, 4): agree("in parts against whole", trained("deltanet", batches, accum=accum), whole)
+
+def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learns():
+  full, half = [trained("titans", noise(12), dtype=dtype) for dtype in ("float32", "bfloat16")]
+  assert 0 < np.abs(half[0] / full[0] - 1).max() < 0.02
+  assert all(np.abs(m).max() > 0 for m in half[1].values()) and all(w.dtype == np.float32 for w in half[2].values())
+  cfg = small("titans", vocab=8, dtype="bfloat16")
+  logits, state = atlas.forward(atlas.init(cfg), cfg, Tensor(noise(1)[0][0]))
+  assert logits.dtype == dtypes.float and all(z.dtype == dtypes.float for n, z in state.items() if n != "position")
 
 # *** the text ***
 
@@ -1018,9 +1037,11 @@ BAD = {                                                  # a command line and wh
   "task=mqar data=python": "give one of them", "task=niah vocab=99": "made of bytes",
   "task=in_context_recall length=2": "asks for nothing", "mode=plot": "no log.csv", "tasks=mqar": "did you mean task",
   "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
-  "batch=0": "1 or more", "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
+  "batch=0": "1 or more", "accum=3": "accum=3 does not divide batch=4: take one of 1, 2, 4",
+  "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
   "muon_every=3": "does not divide chunk=32", "degree=9 key_dim=64": "features, more than 65,536", "preset=swa key_dim=5": "key_dim=5 is odd",
-  "window=0": "window=0 is too small", "backend=fast": "take one of auto, ops, fused", "data=/nowhere": "does not exist",
+  "window=0": "window=0 is too small", "dtype=half": "take one of float32, bfloat16",
+  "backend=fast": "take one of auto, ops, fused", "data=/nowhere": "does not exist",
   "mode=sample": "has no checkpoint", "mode=eval": "has no checkpoint", "length=9000000": "too short", "vocab=50": "outside vocab=50",
   "preset=dot memory=gated": "two first layers", "preset=dot optimizer=muon": "no matrix to orthogonalise", "preset=dot anchors=0": "1 or more",
   "preset=dot backend=fused": "take ops or auto", "init_from=/nowhere": "does not exist", "out=/dev/null/x": "is a file",
@@ -1039,6 +1060,22 @@ def test_the_first_fault_in_the_stated_order_is_reported(capsys, tmp_path, monke
   faults = ["oops", "nokey=1", "steps=x", "muon_every=3", "data=/nowhere", "out=/dev/null/x"]
   for i, word in enumerate(("oops", "nokey", "steps", "muon_every", "data", "out")):
     assert train.main(faults[i:]) == 2 and last_error(capsys).startswith(f"error: {word if i else chr(39) + word}")
+
+def test_a_device_without_bfloat16_is_named(capsys, tmp_path, monkeypatch):
+  def refuse(*_): raise NotImplementedError("no such type")
+  monkeypatch.setattr(atlas, "linear", refuse)
+  assert train.main(["dtype=bfloat16", "steps=0", f"out={tmp_path / 'o'}"]) == 2
+  assert last_error(capsys) == f"error: dtype=bfloat16 does not run on {Device.DEFAULT} (no such type): take dtype=float32"
+
+def test_a_run_goes_on_in_other_parts_and_another_precision_and_not_with_another_rate(tmp_path, text, capsys):
+  words = [*TINY, text, "preset=deltanet", "batch=2", "length=16", "tokens=1", "eval_every=0", f"out={tmp_path / 'o'}"]
+  assert train.main([*words, "steps=1"]) == 0
+  assert train.main(["resume=1", "steps=2", "accum=2", "dtype=bfloat16", text, f"out={tmp_path / 'o'}"]) == 0
+  meta, weights = train.read_meta(newest := train.checkpoints(tmp_path / "o")[-1]), safe_load(newest)
+  assert (meta["step"], meta["run"]["accum"], meta["config"]["dtype"]) == (2, 2, "bfloat16") and {t.dtype for t in weights.values()} == {dtypes.float}
+  capsys.readouterr()
+  for word, message in (("accum=4", "batch=2: take one of 1, 2"), ("lr=3", "contradicts")):
+    assert train.main(["resume=1", word, text, f"out={tmp_path / 'o'}"]) == 2 and message in last_error(capsys)
 
 @pytest.mark.parametrize("content,message", [(b"", "is empty"), (b"x" * 100, "too short")])
 def test_bad_text_is_named(content, message, capsys, tmp_path):
@@ -1248,6 +1285,8 @@ def test_the_step_cache_changes_nothing_and_a_damaged_or_foreign_entry_is_made_a
   entries[0].write_bytes(good)
   entries[0].chmod(0o666)
   assert not weights("f")[1]                             # others may write it: not trusted
+  parts, again = weights("g", "accum=2"), weights("h", "accum=2")
+  assert not parts[1] and again[1] and all(parts[0][n].numpy().tobytes() == again[0][n].numpy().tobytes() for n in first)
 
 def test_bench_prints_and_writes_a_row_per_preset_and_length(tmp_path, capsys):
   argv = ["mode=bench", *TINY, "batch=2", f"out={tmp_path / 'o'}", "presets=deltanet,transformer++", "lengths=16,32"]

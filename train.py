@@ -36,6 +36,7 @@ class Run:
   seed: int = 0                 # of the initial weights, the batches and the sample
   steps: int = 200              # optimizer steps; 0 checks everything and stops
   batch: int = 4                # sequences in a step
+  accum: int = 1                # parts that a step's batch is taken in, one after the other: the same step with less memory
   length: int = 128             # tokens of a sequence; eval looks as far again beyond
   lr: float = 0.008             # peak learning rate: linear warm-up, then cosine down to a tenth
   warmup: int = 20              # steps of warm-up
@@ -57,11 +58,11 @@ SOLVED = 0.99                 # share of a task's places right at which training
 ANSWER_TOKENS = 48            # longest answer that is generated in evaluation
 MODES = ("train", "sample", "eval", "export", "bench", "plot", "params")
 READERS = ("sample", "eval", "export")                 # modes that need a checkpoint
-LEAST = {"batch": 1, "length": 1}                      # every other number of Run is at least 0
+LEAST = {"batch": 1, "accum": 1, "length": 1}          # every other number of Run is at least 0
 MOST = 2 ** 31 - 1                                     # of a whole number
 FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets", "lengths", "prompt", "tokens", "temperature",
-        "top_k", "skip_bad"}
-QUIET = FREE - {"steps", "init_from"}                  # keys that leave the result of training as it is
+        "top_k", "skip_bad", "accum", "dtype"}
+QUIET = FREE - {"steps", "init_from", "dtype"}         # keys that leave the result of training as it is
 
 # *** the command line ***
 
@@ -91,6 +92,11 @@ def check_run(run:Run) -> None:
       raise ValueError(f"{f.name}={x} must be {LEAST.get(f.name, 0)} or more: its default is {f.default}")
     if type(x) is int and x > MOST: raise ValueError(f"{f.name}={x} is too large: take {MOST} or less")
 
+def check_parts(run:Run) -> None:
+  if run.batch % run.accum:
+    divisors = ", ".join(str(n) for n in range(1, run.batch + 1) if run.batch % n == 0)
+    raise ValueError(f"accum={run.accum} does not divide batch={run.batch}: take one of {divisors}")
+
 def listed(run:Run) -> tuple[list[str], list[int]]:
   """The presets and lengths of a bench.  ValueError names what is wrong."""
   names, lengths = run.presets.split(",") if run.presets else [run.preset], run.lengths.split(",") if run.lengths else [str(run.length)]
@@ -106,9 +112,18 @@ def check_device() -> None:
   try:
     with Context(CACHELEVEL=0): assert (Tensor([1, 2, 3]) * 2 + 1).tolist() == [3, 5, 7]
   except Exception as e:                                 # whatever a driver throws, the user needs the same advice
-    reason = (str(e).splitlines() or [type(e).__name__])[0][:120]
-    raise ValueError(f"no usable tinygrad device ({reason}): for the CPU install clang (pip install '.[cpu]' or apt-get install clang), "
+    raise ValueError(f"no usable tinygrad device ({reason(e)}): for the CPU install clang (pip install '.[cpu]' or apt-get install clang), "
                      f"or name another, DEV=CUDA for example") from None
+
+def reason(e:Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0][:120]
+
+def check_dtype(cfg:atlas.Config) -> None:
+  """Compiles and runs a small dense product in another precision than float32, forward and backward: not every device has one."""
+  if cfg.dtype == "float32": return
+  try:
+    x = Tensor([[1.0, 2.0]])
+    with Context(CACHELEVEL=0): assert atlas.linear(cfg, x, x).sum().gradient(x)[0].tolist() == [[2.0, 4.0]]
+  except Exception as e: raise ValueError(f"dtype={cfg.dtype} does not run on {Device.DEFAULT} ({reason(e)}): take dtype=float32") from None
 
 def check_out(out:Path) -> None:
   """Raises ValueError unless files can be written into out, without writing any."""
@@ -211,23 +226,46 @@ def predictions(params:dict, cfg:atlas.Config, x:Tensor) -> tuple[Tensor, Tensor
   h, _, eta = atlas.hidden(params, cfg, x)
   if near := params.get("decoder"):
     z = (h[:, -1:] + near["position"]).contiguous()
-    gate, value = atlas.linear(z, near["in"]).contiguous().chunk(2, dim=-1)
-    h = z + atlas.linear(gate.silu() * value, near["out"])
-  return atlas.linear(h, params["embed"]).float(), eta
+    gate, value = atlas.linear(cfg, z, near["in"]).contiguous().chunk(2, dim=-1)
+    h = z + atlas.linear(cfg, gate.silu() * value, near["out"])
+  return atlas.linear(cfg, h, params["embed"]).float(), eta
 
-def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:float) -> Callable:
-  """A jitted x, y (batch,length) -> loss (nats), gradient norm before clipping (0: none), mean memory step.  The learning rate is in a buffer."""
+@dataclass(frozen=True)
+class Accumulated:
+  """A step in parts: `add` sums what a part (x, y) gives, anew where `first` is 1; `update` takes the step with the sums."""
+  add: Callable
+  update: Callable
+  parts: int
+  def __call__(self, x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    for n in range(self.parts):                            # every parts-th sequence: an equal number from each device
+      self.add(*[z.reshape(-1, self.parts, *z.shape[1:])[:, n].clone().realize() for z in (x, y)], Tensor([float(n == 0)]).realize())
+    return self.update()
+
+def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:float, accum:int=1) -> Callable:
+  """x, y (batch,length) -> loss (nats), gradient norm before clipping (0: none), mean memory step, jitted.  The learning rate is in a buffer.
+  accum: parts of the batch, whose gradients are summed before one update; targets count alike, whichever part they are in."""
   weights = list(get_state_dict(params).values())
-  @TinyJit
-  def step(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits, eta = predictions(params, cfg, x)
-    loss = atlas.cross_entropy(logits, y)
-    grads = [g.contiguous() for g in loss.gradient(*weights)]
+  def update(loss:Tensor, eta:Tensor, grads:list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     norm = Tensor.stack(*[g.square().sum() for g in grads]).sum().sqrt()
     for w, g in zip(weights, grads): w.grad = g * (clip / (norm + 1e-6)).minimum(1.0) if clip else g
     Tensor.realize(loss, norm, eta, *optimizer.schedule_step())
     return loss, norm, eta
-  return step
+  def whole(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits, eta = predictions(params, cfg, x)
+    loss = atlas.cross_entropy(logits, y)
+    return update(loss, eta, [g.contiguous() for g in loss.gradient(*weights)])
+  if accum == 1: return TinyJit(whole)
+
+  sums = [z.zeros_like().contiguous().realize() for z in (Tensor.zeros(3, device=weights[0].device), *weights)]
+  def add(x:Tensor, y:Tensor, first:Tensor) -> None:
+    logits, eta = predictions(params, cfg, x)
+    loss = atlas.token_losses(logits, y).sum()
+    found = Tensor.stack((y != -100).sum().float(), loss, eta), *[g.contiguous() for g in loss.gradient(*weights)]
+    Tensor.realize(*[total.assign((first > 0).where(0, total) + new) for total, new in zip(sums, found)])
+  def updated() -> tuple[Tensor, Tensor, Tensor]:
+    (targets, loss, eta), grads = sums[0].split(1), sums[1:]
+    return update(loss / targets, eta / accum, [g / targets for g in grads])
+  return Accumulated(TinyJit(add), TinyJit(updated), accum)
 
 def cache_folder() -> Path:
   return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas-tinygrad"
@@ -237,8 +275,8 @@ def cache_key(run:Run, cfg:atlas.Config) -> str:
   flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")][:1] if Path("/proc/cpuinfo").exists() else []
   sources = [hashlib.sha256(Path(cast(str, m.__file__)).read_bytes()).hexdigest() for m in (kernels, atlas, sys.modules[__name__])]
   tinygrad = [importlib.metadata.version("tinygrad"), {k: v.value for k, v in ContextVar._cache.items() if k not in ("DEBUG", "CACHELEVEL")}]
-  what = [dataclasses.asdict(cfg), list(layout(run, cfg)), run.batch, run.length, run.weight_decay, run.clip, sources, tinygrad, sys.version,
-          platform.platform(), flags, Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target)]
+  what = [dataclasses.asdict(cfg), list(layout(run, cfg)), run.batch, run.accum, run.length, run.weight_decay, run.clip, sources, __name__, tinygrad,
+          sys.version, platform.platform(), flags, Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target)]
   return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
 
 # tinygrad tells buffers apart by a number that every process counts from 0, and a pickled buffer keeps its own: where both are in use, two tensors
@@ -419,7 +457,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
     for mine, its in ((get_state_dict(params), get_state_dict(found.params)), (optimizer_state(optimizer), optimizer_state(found.optimizer))):
       for name, t in its.items(): overwrite(t, mine[name].numpy())
     train_step, params, optimizer = found
-  else: train_step = training_step(params, cfg, optimizer, run.clip)
+  else: train_step = training_step(params, cfg, optimizer, run.clip, run.accum)
   flat = get_state_dict(params)
   meta = {"config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": identity(source)}
   def save_now():
@@ -604,7 +642,7 @@ def bench_row(run:Run, cfg:atlas.Config, length:int) -> dict[str, Any]:
   """One configuration, alone in its process: medians of 5 steps after the step was compiled and captured, and of 30 tokens decoded."""
   params = atlas.init(cfg, run.seed)
   optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
-  step, rng = training_step(params, cfg, optimizer, run.clip), np.random.default_rng(run.seed)
+  step, rng = training_step(params, cfg, optimizer, run.clip, run.accum), np.random.default_rng(run.seed)
   x, y = [Tensor(rng.integers(0, cfg.vocab, (run.batch, length)).astype(np.int32)).realize() for _ in range(2)]
   def timed(f, *args) -> tuple[float, Any]:
     GlobalCounters.reset()
@@ -640,7 +678,7 @@ def bench(run:Run, model:dict) -> None:
       cfg = cfgs[name]
       row = dict(preset=name, backend=form(cfg), length=length, batch=run.batch)
       try:
-        if kernels.on_cpu(Device.DEFAULT) and memory_estimate(cfg, run.batch, length) > available: raise MemoryError
+        if kernels.on_cpu(Device.DEFAULT) and memory_estimate(cfg, run.batch // run.accum, length) > available: raise MemoryError
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool: row |= pool.submit(bench_row, run, cfg, length).result()
       except (MemoryError, BrokenProcessPool): row["params"] = "does not fit"
       writer.writerow(row)
@@ -665,8 +703,8 @@ def describe(run:Run, cfg:atlas.Config, source:data.Text|data.Task|None) -> None
   """The resolved configuration, the parameters by part, and an estimate of memory."""
   print("settings: " + " ".join(f"{k}={v}" for k, v in (dataclasses.asdict(run) | dataclasses.asdict(cfg)).items() if v != ""))
   print(f"parameters: {parts_line(cfg).strip()}")
-  megabytes = memory_estimate(cfg, run.batch, run.length) / 1e6
-  print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens on {Device.DEFAULT}")
+  megabytes, parts = memory_estimate(cfg, run.batch // run.accum, run.length) / 1e6, f", in {run.accum} parts," if run.accum > 1 else ""
+  print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens{parts} on {Device.DEFAULT}")
   if isinstance(source, data.Task): print(f"task: {source.name}, " + ", ".join(f"{n}={x}" for n, x in source.settings.items()))
   elif source:
     print(f"text: {source.name}, {len(source.train):,} tokens to train on, {len(source.val):,} to validate (sha256 {source.digest[:16]})")
@@ -701,8 +739,10 @@ def resolve(own:dict, model:dict) -> Job:
   lines = data.json_lines(Path(os.path.expanduser(run.data)), run.skip_bad) if run.mode == "eval" and run.data.endswith(".jsonl") else None
   if "data" in own and reads and not lines and (found or run.mode == "eval"): data.read(run.data)       # its fault comes before the checkpoint's
   start = newest(out) if found else None
-  if start: run, cfg = from_checkpoint(start, run, own, model)
+  if start: run, cfg = from_checkpoint(start, run, own, model)                 # its batch counts, where none is given
   elif run.mode in READERS: raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
+  if run.mode in ("train", "bench"): check_parts(run)
+  check_dtype(cfg)
   if run.task and reads and not task and "data" not in own: task = data.task(run.task, run.length, cfg.vocab)       # the checkpoint's
   if task: run = dataclasses.replace(run, length=task.settings["length"])
   if task and task.vocab > cfg.vocab: raise ValueError(f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: give the task vocab=")
@@ -737,6 +777,7 @@ def from_checkpoint(start:atlas.Saved, run:Run, own:dict, model:dict) -> tuple[R
     if key not in free and (was := (made | start.meta["config"]).get(key)) != x:
       raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={was}: leave {key} out, or train anew in another out")
   now = {"mode", "out", "resume", "init_from"} | (set() if run.mode == "train" else {"prompt", "tokens", "temperature", "top_k", "seed"})
+  cfg = dataclasses.replace(cfg, **{k: x for k, x in model.items() if k in free})
   try: return Run(**made | own | {k: getattr(run, k) for k in now}), cfg
   except TypeError: raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
 
