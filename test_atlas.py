@@ -1071,7 +1071,7 @@ def test_a_run_goes_on_in_other_parts_and_another_precision_and_not_with_another
   words = [*TINY, text, "preset=deltanet", "batch=2", "length=16", "tokens=1", "eval_every=0", f"out={tmp_path / 'o'}"]
   assert train.main([*words, "steps=1"]) == 0
   assert train.main(["resume=1", "steps=2", "accum=2", "dtype=bfloat16", text, f"out={tmp_path / 'o'}"]) == 0
-  meta, weights = train.read_meta(newest := train.checkpoints(tmp_path / "o")[-1]), safe_load(newest)
+  _, meta, weights = atlas.read(train.checkpoints(tmp_path / "o")[-1])
   assert (meta["step"], meta["run"]["accum"], meta["config"]["dtype"]) == (2, 2, "bfloat16") and {t.dtype for t in weights.values()} == {dtypes.float}
   capsys.readouterr()
   for word, message in (("accum=4", "batch=2: take one of 1, 2"), ("lr=3", "contradicts")):
