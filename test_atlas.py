@@ -1585,13 +1585,15 @@ def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(ten, tmp
   began = time.perf_counter()
   assert process([*command, f"out={tmp_path / 'whole'}"], folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait() == 0
   usual, out = time.perf_counter() - began, tmp_path / "killed"
-  while (code := (run := process([*command, "resume=1", f"out={out}"], folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)).poll()) is None:
-    try: code = run.wait(rng.uniform(0, usual / 4)) if kills < 25 else run.wait()
-    except subprocess.TimeoutExpired: run.kill()
-    said = run.communicate()[1].decode()
-    if code is not None: break
-    kills += 1
-  assert code == 0, said[-3000:]
+  code = None
+  while code is None:
+    with (tmp_path / "said").open("w") as said: run = process([*command, "resume=1", f"out={out}"], folder, stdout=said, stderr=said)
+    try: code = run.wait(rng.uniform(0, usual / 4) if kills < 25 else None)
+    except subprocess.TimeoutExpired:
+      run.kill()
+      run.wait()
+      kills += 1
+  assert code == 0, (tmp_path / "said").read_text()[-3000:]
   assert kills >= 20 and result(out) == result(tmp_path / "whole")
   print(f"killed {kills} times")
 
