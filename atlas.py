@@ -321,7 +321,7 @@ def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=N
 
   gates = (linear(cfg, x, p["gates"]) + p["gate_bias"]).sigmoid().transpose(1, 2).contiguous()                        # (B,gates,T)
   gate = dict(zip(gate_sizes(cfg), gates.split(list(gate_sizes(cfg).values()), dim=1)))
-  one = Tensor.ones(B, H, T)
+  one = Tensor.ones(B, H, T, device=x.device)
   alpha, theta = gate.get("alpha", one), gate.get("theta", one)
   eta = gate["eta"] * eta_bound(cfg, alpha, 0 if state is None else state["position"])
   gamma = gate["gamma"].reshape(B, H, cfg.window, T).transpose(2, 3) / cfg.window                                # (B,H,T,window)
@@ -484,8 +484,8 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, di
   w, (B, T, _) = cfg.attn_window, cast(tuple[int, ...], x.shape)
   position = Tensor(0, dtype=dtypes.int32) if state is None else state["position"]
   if state is None:                                      # all segments alike: one set of kernels serves them
-    begin = kernels.for_batch(kernels.initial_state(cfg, memory_weights(p, cfg), B, cfg.key_dim), B)
-    if cfg.conv: begin["conv"] = Tensor.zeros(B, cfg.conv - 1, p["conv"].shape[1])
+    begin = kernels.for_batch(kernels.initial_state(cfg, memory_weights(p, cfg), B, cfg.key_dim), B, x)
+    if cfg.conv: begin["conv"] = Tensor.zeros(B, cfg.conv - 1, p["conv"].shape[1], device=x.device)
     memory, start, cache = {n: z.contiguous() for n, z in begin.items() if n != "position"}, {}, {}
   else: memory, start, cache = [{n: z for n, z in cast(dict, part(state, name)).items() if n != "position"} for name in HELD]
   known = kernels.read_position({"position": position})  # None only while a jit is captured

@@ -252,9 +252,14 @@ def outputs(cfg, M:dict, S:dict, kept:list, x:Tensor, r:Tensor, q:Tensor, a:Tens
     return y - (C.unsqueeze(-1) * steps).sum(-2)
   return apply(cfg, read, r, q)
 
-def for_batch(part:dict[str, Tensor], B:int) -> dict[str, Tensor]:
-  """A state, or a part of one, with matrices (H,out,in) that the rows of the batch share given to each of them, (B,H,out,in)."""
-  return {n: w.unsqueeze(0).expand(B, *w.shape).contiguous() if w.ndim == 3 else w for n, w in part.items()}
+def for_batch(part:dict[str, Tensor], B:int, x:Tensor|None=None) -> dict[str, Tensor]:
+  """A state, or a part of one, with matrices (H,out,in) that the rows of the batch share given to each of them, (B,H,out,in).
+  x (B,...): where it is cut along B over several devices so is the result, which tinygrad's Tensor.stack could not take beside cut ones otherwise."""
+  def rows(w):
+    w = w.unsqueeze(0).expand(B, *w.shape).contiguous()
+    if x is None or isinstance(x.device, str): return w
+    return w.flatten(1).cat(x.flatten(1)[:, :1], dim=1).contiguous()[:, :-1].reshape(w.shape).contiguous()       # cut, as its neighbour is
+  return {n: rows(w) if w.ndim == 3 else w for n, w in part.items()}
 
 def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
            b:int, every:int) -> tuple[Tensor, dict, dict, dict]:
@@ -264,7 +269,7 @@ def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:
   B, _, T, _ = cast(tuple[int, ...], q.shape)
   reach = b + cfg.window - 1
   E = reach if b == 1 else _to_multiple(reach, 8)          # multiples of 8 tile well
-  base, M, S = [for_batch(part, B) for part in (base, M, S)]
+  base, M, S = [for_batch(part, B, q) for part in (base, M, S)]
   def chunked(z): return z.reshape(*z.shape[:2], T // b, b, *z.shape[3:])
   alphas, C, P = coefficients(cfg, E, every, *map(chunked, (alpha, theta, eta, gamma)))
   keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous().contiguous_backward()
@@ -330,6 +335,8 @@ def _body(fxn:Callable, *args:Tensor) -> UOp:
 def _traced(fxn:Callable, *args:Tensor) -> Callable:
   """fxn as a call inside a _body, scheduled and compiled once however often it is called.  Its results lie in scratch of that body, where those of a
   precompiled `function` would all be held to the end."""
+  if not isinstance(args[0].device, str):                # scratch cannot be cut over several devices: scheduled anew at every call
+    return lambda *args: fxn(*[x.detach() for x in args])
   body = _body(fxn, *args)
   whole = cast(UOp, transform_precompiled_call(body.call(*[x.uop.empty_like() for x in args], precompile=True)))
   sink = whole.src[0].src[1].src[0]                      # of the first result, (buffer after (call of (sink, ...)))
@@ -408,7 +415,7 @@ def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
   Costs an attention over the past and the call's stream per chunk, without softmax; memory grows linearly with the stream."""
   B, _, T, _ = cast(tuple[int, ...], q.shape)
   E, N, skip = b + cfg.window - 1, T // b, int(cfg.momentum)
-  (old,), base, M, S = for_batch({"": old}, B).values(), *[for_batch(part, B) for part in (base, M, S)]
+  (old,), base, M, S = for_batch({"": old}, B, q).values(), *[for_batch(part, B, q) for part in (base, M, S)]
   def chunked(z): return z.reshape(*z.shape[:2], N, b, *z.shape[3:])
   alphas, C, P = coefficients(cfg, E, 1, *map(chunked, (alpha, theta, eta, gamma)))
   keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous() for z in (k, v)]

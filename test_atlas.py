@@ -773,18 +773,19 @@ def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch)
 
 # *** 9. training ***
 
-def trained(name, batches, lr=0.02, accum=1, **fields):
+def trained(name, batches, lr=0.02, accum=1, devices=1, **fields):
   """Losses of steps on batches (tokens and targets), the optimizer's first moments by parameter after the first, and the weights after the last."""
-  cfg = small(name, vocab=8, **fields)
+  cfg, run = small(name, vocab=8, **fields), train.Run(devices=devices)
   params = atlas.init(cfg)
   flat = get_state_dict(params)
+  for p in flat.values(): p.replace(train.shared(run, p))
   optimizer = train.optimizer_for(flat, 0.0)
-  for o in optimizer.optimizers: o.lr.assign(Tensor([lr])).realize()
+  for o in optimizer.optimizers: o.lr.assign(train.shared(run, Tensor([lr]))).realize()
   step, losses = train.training_step(params, cfg, optimizer, 1.0, accum), []
   moments: dict[str, np.ndarray] = {}
   with Context(TRAINING=1):
     for x, y in batches:
-      losses.append(step(Tensor(x), Tensor(y))[0].item())
+      losses.append(step(*[train.shared(run, Tensor(z), 0) for z in (x, y)])[0].item())
       if not moments:
         for g, o in enumerate(optimizer.optimizers):
           m = train.optimizer_state(optimizer)[f"adam.{g}.m"].numpy()
@@ -817,6 +818,11 @@ def test_a_batch_taken_in_parts_gives_the_same_steps_however_many_targets_each_h
   batches = [(x, y if i < 2 else np.where(asked[i], y, -100)) for i, (x, y) in enumerate(noise(5))]      # text, then a task
   whole = trained("deltanet", batches)
   for accum in (2, 4): agree("in parts against whole", trained("deltanet", batches, accum=accum), whole)
+
+@pytest.mark.parametrize("name", [n if n == "titans" else pytest.param(n, marks=slow) for n in PRESETS])
+def test_several_devices_take_the_same_steps_as_one(name):
+  one, two = [trained(name, noise(2), devices=n, accum=n, backend="ops", **windows(name, 8)) for n in (1, 2)]
+  agree("two devices against one", two, one, 1e-4)
 
 def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learns():
   full, half = [trained("titans", noise(12), dtype=dtype) for dtype in ("float32", "bfloat16")]
@@ -1037,7 +1043,9 @@ BAD = {                                                  # a command line and wh
   "task=mqar data=python": "give one of them", "task=niah vocab=99": "made of bytes",
   "task=in_context_recall length=2": "asks for nothing", "mode=plot": "no log.csv", "tasks=mqar": "did you mean task",
   "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
-  "batch=0": "1 or more", "accum=3": "accum=3 does not divide batch=4: take one of 1, 2, 4",
+  "batch=0": "1 or more", "mode=bench devices=2": "for training", "batch=2147483646 accum=4": "take one of 1, 2, 3,", "batch=999 devices=999": "64 or less",
+  "devices=3": "devices=3 does not divide batch/accum=4: take one of 1, 2, 4", "batch=6 accum=3 devices=4": "batch/accum=2",
+  "accum=3": "accum=3 does not divide batch=4: take one of 1, 2, 4",
   "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
   "muon_every=3": "does not divide chunk=32", "degree=9 key_dim=64": "features, more than 65,536", "preset=swa key_dim=5": "key_dim=5 is odd",
   "window=0": "window=0 is too small", "dtype=half": "take one of float32, bfloat16",
@@ -1076,6 +1084,24 @@ def test_a_run_goes_on_in_other_parts_and_another_precision_and_not_with_another
   capsys.readouterr()
   for word, message in (("accum=4", "batch=2: take one of 1, 2"), ("lr=3", "contradicts")):
     assert train.main(["resume=1", word, text, f"out={tmp_path / 'o'}"]) == 2 and message in last_error(capsys)
+
+def test_a_checkpoint_of_two_devices_is_one_of_one_device_and_the_reverse(tmp_path, text, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  words = [*TINY, text, "preset=deltanet", "batch=2", "length=16", "tokens=1", "warmup=9", "eval_every=0"]
+  def weights(steps, out, *more):
+    assert train.main([*words, f"steps={steps}", f"out={tmp_path / out}", *more]) == 0
+    return {n: t.numpy() for n, t in safe_load(train.checkpoints(tmp_path / out)[-1]).items()}
+  def same(a, b): return all(a[n].shape == b[n].shape and relative(a[n], b[n]) < 1e-5 for n in b if n.startswith("weights."))
+  one, two = weights(3, "one"), weights(2, "two", "devices=2")
+  assert not same(two, one) and same(weights(3, "two", "resume=1", "devices=1"), one)
+  more, again = weights(4, "one", "resume=1"), weights(4, "two", "resume=1", "devices=2")                # from the step cache, both
+  assert same(again, more) and not same(again, one)
+
+def test_devices_that_are_not_there_are_named(capsys, tmp_path, monkeypatch):
+  monkeypatch.setattr(train, "device_names", lambda run: (Device.DEFAULT, "NOWHERE:1"))
+  assert train.main(["devices=2", "steps=0", f"out={tmp_path / 'o'}"]) == 2
+  error = last_error(capsys)
+  assert error.startswith("error: devices=2: NOWHERE:1 cannot be used") and error.endswith("take devices=1")
 
 @pytest.mark.parametrize("content,message", [(b"", "is empty"), (b"x" * 100, "too short")])
 def test_bad_text_is_named(content, message, capsys, tmp_path):

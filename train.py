@@ -37,6 +37,7 @@ class Run:
   steps: int = 200              # optimizer steps; 0 checks everything and stops
   batch: int = 4                # sequences in a step
   accum: int = 1                # parts that a step's batch is taken in, one after the other: the same step with less memory
+  devices: int = 1              # train: devices that share each part of a batch; each holds all weights
   length: int = 128             # tokens of a sequence; eval looks as far again beyond
   lr: float = 0.008             # peak learning rate: linear warm-up, then cosine down to a tenth
   warmup: int = 20              # steps of warm-up
@@ -58,10 +59,10 @@ SOLVED = 0.99                 # share of a task's places right at which training
 ANSWER_TOKENS = 48            # longest answer that is generated in evaluation
 MODES = ("train", "sample", "eval", "export", "bench", "plot", "params")
 READERS = ("sample", "eval", "export")                 # modes that need a checkpoint
-LEAST = {"batch": 1, "accum": 1, "length": 1}          # every other number of Run is at least 0
-MOST = 2 ** 31 - 1                                     # of a whole number
+LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # every other number of Run is at least 0
+MOST, MOST_DEVICES = 2 ** 31 - 1, 64                   # of a whole number
 FREE = {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets", "lengths", "prompt", "tokens", "temperature",
-        "top_k", "skip_bad", "accum", "dtype"}
+        "top_k", "skip_bad", "accum", "devices", "dtype"}
 QUIET = FREE - {"steps", "init_from", "dtype"}         # keys that leave the result of training as it is
 
 # *** the command line ***
@@ -93,9 +94,15 @@ def check_run(run:Run) -> None:
     if type(x) is int and x > MOST: raise ValueError(f"{f.name}={x} is too large: take {MOST} or less")
 
 def check_parts(run:Run) -> None:
-  if run.batch % run.accum:
-    divisors = ", ".join(str(n) for n in range(1, run.batch + 1) if run.batch % n == 0)
-    raise ValueError(f"accum={run.accum} does not divide batch={run.batch}: take one of {divisors}")
+  """Raises ValueError unless a batch can be taken in parts, and each be shared by devices that there are."""
+  def divisors(of): return ", ".join(map(str, sorted({d for n in range(1, math.isqrt(of) + 1) if of % n == 0 for d in (n, of // n)})))
+  if run.batch % run.accum: raise ValueError(f"accum={run.accum} does not divide batch={run.batch}: take one of {divisors(run.batch)}")
+  if run.devices > MOST_DEVICES: raise ValueError(f"devices={run.devices} is too large: take {MOST_DEVICES} or less")
+  if (rows := run.batch // run.accum) % run.devices:
+    raise ValueError(f"devices={run.devices} does not divide batch/accum={rows}: take one of {divisors(rows)}")
+  for n, device in enumerate(device_names(run)[1:], 1):
+    try: assert (Tensor([1.0], device=device) + 1).tolist() == [2.0]
+    except Exception as e: raise ValueError(f"devices={run.devices}: {device} cannot be used ({reason(e)}): take devices={n}") from None
 
 def listed(run:Run) -> tuple[list[str], list[int]]:
   """The presets and lengths of a bench.  ValueError names what is wrong."""
@@ -238,8 +245,14 @@ class Accumulated:
   parts: int
   def __call__(self, x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for n in range(self.parts):                            # every parts-th sequence: an equal number from each device
-      self.add(*[z.reshape(-1, self.parts, *z.shape[1:])[:, n].clone().realize() for z in (x, y)], Tensor([float(n == 0)]).realize())
+      self.add(*[z.reshape(-1, self.parts, *z.shape[1:])[:, n].clone().realize() for z in (x, y)], Tensor([float(n == 0)], device=x.device).realize())
     return self.update()
+
+def device_names(run:Run) -> tuple[str, ...]: return tuple(f"{Device.DEFAULT}:{n}" for n in range(run.devices))
+
+def shared(run:Run, x:Tensor, axis:int|None=None) -> Tensor:
+  """x on all devices of the run, whole or cut along an axis.  With one device it is left where it is."""
+  return x.shard(device_names(run), axis).realize() if run.devices > 1 else x
 
 def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:float, accum:int=1) -> Callable:
   """x, y (batch,length) -> loss (nats), gradient norm before clipping (0: none), mean memory step, jitted.  The learning rate is in a buffer.
@@ -275,8 +288,8 @@ def cache_key(run:Run, cfg:atlas.Config) -> str:
   flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")][:1] if Path("/proc/cpuinfo").exists() else []
   sources = [hashlib.sha256(Path(cast(str, m.__file__)).read_bytes()).hexdigest() for m in (kernels, atlas, sys.modules[__name__])]
   tinygrad = [importlib.metadata.version("tinygrad"), {k: v.value for k, v in ContextVar._cache.items() if k not in ("DEBUG", "CACHELEVEL")}]
-  what = [dataclasses.asdict(cfg), list(layout(run, cfg)), run.batch, run.accum, run.length, run.weight_decay, run.clip, sources, __name__, tinygrad,
-          sys.version, platform.platform(), flags, Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target)]
+  what = [dataclasses.asdict(cfg), list(layout(run, cfg)), run.batch, run.accum, run.devices, run.length, run.weight_decay, run.clip, sources,
+          __name__, tinygrad, sys.version, platform.platform(), flags, Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target)]
   return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
 
 # tinygrad tells buffers apart by a number that every process counts from 0, and a pickled buffer keeps its own: where both are in use, two tensors
@@ -291,8 +304,9 @@ class Step(NamedTuple):
 
 def overwrite(t:Tensor, values:np.ndarray) -> None:
   """Writes into the memory of a realized tensor.  (An assignment stays in its graph, and would be made again whenever it is read.)"""
-  buffer = cast(Buffer, t.uop.base.buffer)
-  buffer.copy_from(Buffer("PYTHON", buffer.size, buffer.dtype, opaque=memoryview(bytearray(values.tobytes()))))
+  whole = t.uop.base.buffer                              # on several devices: one for each
+  for buffer in [whole] if isinstance(whole, Buffer) else whole.bufs:
+    buffer.copy_from(Buffer("PYTHON", buffer.size, buffer.dtype, opaque=memoryview(bytearray(values.tobytes()))))
 
 def cached_step(key:str) -> Step|None:
   """The compiled step of that key, or None.  It is a pickle, so it is read only from a folder and a file that are this user's and that no one else
@@ -447,11 +461,12 @@ def run_folder(out:Path, fresh:bool):
 def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, start:atlas.Saved|None, check_band:bool, stop:Stop) -> int:
   """Trains params, from `start` (the checkpoint that they are of) or from step 0; saves, validates, samples.  Returns the exit code."""
   out, step, began = Path(run.out), start.meta["step"] if start else 0, time.perf_counter()
+  for t in get_state_dict(params).values(): t.replace(shared(run, t))
   optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
   for path in checkpoints(out):                          # `newest` passed over these
     if start and path > start.path: path.replace(path.with_suffix(".damaged"))
   if start:
-    for name, t in optimizer_state(optimizer).items(): t.assign(Tensor(start.tensors[name].numpy())).realize()
+    for name, t in optimizer_state(optimizer).items(): t.assign(shared(run, Tensor(start.tensors[name].numpy()))).realize()
   key = cache_key(run, cfg) if run.cache else ""
   if found := cached_step(key) if key else None:         # the step's own tensors take the values
     for mine, its in ((get_state_dict(params), get_state_dict(found.params)), (optimizer_state(optimizer), optimizer_state(found.optimizer))):
@@ -459,11 +474,16 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
     train_step, params, optimizer = found
   else: train_step = training_step(params, cfg, optimizer, run.clip, run.accum)
   flat = get_state_dict(params)
+  near = {n: p.to(Device.DEFAULT).contiguous().realize() for n, p in flat.items()} if run.devices > 1 else flat
+  one = atlas.unflatten(near)                            # the weights on one device: it validates and samples
+  def gather() -> None:
+    if run.devices > 1: Tensor.realize(*[t.assign(flat[n].to(Device.DEFAULT)) for n, t in near.items()])
   meta = {"config": dataclasses.asdict(cfg), "run": dataclasses.asdict(run), "text": identity(source)}
   def save_now():
     """Keeps the last two checkpoints.  What the log says of their steps is on the disk before them."""
     os.fsync(log.fileno())
-    tensors = {f"weights.{n}": p for n, p in flat.items()} | optimizer_state(optimizer)
+    gather()
+    tensors = {f"weights.{n}": p for n, p in near.items()} | {n: t.to(Device.DEFAULT) for n, t in optimizer_state(optimizer).items()}
     atlas.save(out / f"step_{step:08d}.safetensors", tensors, {"step": step, "solved": solved} | meta)
     for old in checkpoints(out)[:-2]: old.unlink()
   def not_finite(what:str, bad:int) -> int:
@@ -477,8 +497,8 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
   per_step, first, solved = run.batch * run.length, step, bool(start and start.meta.get("solved"))
   text, curve = source if isinstance(source, data.Text) else None, cast(np.ndarray|None, None)
   unit = "label" if isinstance(source, data.Task) else "byte" if source.is_bytes else "token"
-  validate = evaluator(params, cfg, text.val, run.batch, run.length) if text else None
-  score = None if text else scorer(params, cfg, cast(data.Task, source), run.batch, run.seed)
+  validate = evaluator(one, cfg, text.val, run.batch, run.length) if text else None
+  score = None if text else scorer(one, cfg, cast(data.Task, source), run.batch, run.seed)
   def batch(i:int):
     return source.batch(run.batch, run.seed, i) if isinstance(source, data.Task) else data.batch(source.train, run.batch, run.length, run.seed, i)
   log, writer, before = open_log(out, step)
@@ -491,7 +511,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
       lr = rate(run, step)
       for group in optimizer.optimizers: overwrite(group.lr, np.array([lr], np.float32))
       GlobalCounters.reset()
-      loss, norm, eta = [float(t.item()) for t in train_step(*map(Tensor, batch(step)))]
+      loss, norm, eta = [float(t.item()) for t in train_step(*[shared(run, Tensor(z), 0) for z in batch(step)])]
       step += 1
       if not (math.isfinite(loss) and math.isfinite(norm)):
         bar.close()
@@ -502,6 +522,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
         bar.write(f"compiled in {time.perf_counter() - began - seconds:.0f} s: {GlobalCounters.kernel_count:,} kernels and "
                   f"{GlobalCounters.global_ops / 1e9:.2f} GFLOP a step, {per_step / seconds:.0f} tokens/s")
       due = run.eval_every and (step % run.eval_every == 0 or step == run.steps)
+      if due: gather()
       curve = validate(VALIDATION_TOKENS) if due and validate else None
       if due and score:
         now = score(VALIDATION_TOKENS // 4, {})
@@ -529,7 +550,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
     write_positions(out, curve)
     print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
     print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
-  if not stop.asked and text: sample(run, cfg, params, text.is_bytes)
+  if not stop.asked and text: sample(run, cfg, one, text.is_bytes)
   print(f"{time.perf_counter() - began:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {checkpoints(out)[-1]}")
   if check_band and curve is not None and not BAND[0] <= curve.mean() <= BAND[1]:
     print(f"error: {curve.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", file=sys.stderr)
@@ -703,8 +724,10 @@ def describe(run:Run, cfg:atlas.Config, source:data.Text|data.Task|None) -> None
   """The resolved configuration, the parameters by part, and an estimate of memory."""
   print("settings: " + " ".join(f"{k}={v}" for k, v in (dataclasses.asdict(run) | dataclasses.asdict(cfg)).items() if v != ""))
   print(f"parameters: {parts_line(cfg).strip()}")
-  megabytes, parts = memory_estimate(cfg, run.batch // run.accum, run.length) / 1e6, f", in {run.accum} parts," if run.accum > 1 else ""
-  print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens{parts} on {Device.DEFAULT}")
+  megabytes = memory_estimate(cfg, run.batch // run.accum // run.devices, run.length) / 1e6
+  parts = f", in {run.accum} parts," if run.accum > 1 else ""
+  where = f"on {Device.DEFAULT}" if run.devices == 1 else f"on each of {', '.join(device_names(run))}"
+  print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens{parts} {where}")
   if isinstance(source, data.Task): print(f"task: {source.name}, " + ", ".join(f"{n}={x}" for n, x in source.settings.items()))
   elif source:
     print(f"text: {source.name}, {len(source.train):,} tokens to train on, {len(source.val):,} to validate (sha256 {source.digest[:16]})")
@@ -724,6 +747,7 @@ def resolve(own:dict, model:dict) -> Job:
   run = Run(**own)
   check_run(run)
   if run.mode in READERS and run.init_from: raise ValueError(f"init_from={run.init_from} is for training: name a folder with out=")
+  if run.mode == "bench" and run.devices > 1: raise ValueError(f"devices={run.devices} is for training, and mode=bench times one: leave it out")
   if "task" in own and "data" in own: raise ValueError(f"data={run.data} and task={run.task} are two things to read: give one of them")
   out, reads = Path(os.path.expanduser(run.out)), run.mode in ("train", "eval")
   run = dataclasses.replace(run, out=str(out))
