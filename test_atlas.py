@@ -822,7 +822,7 @@ def test_a_batch_taken_in_parts_gives_the_same_steps_however_many_targets_each_h
 @pytest.mark.parametrize("name", [n if n == "titans" else pytest.param(n, marks=slow) for n in PRESETS])
 def test_several_devices_take_the_same_steps_as_one(name):
   one, two = [trained(name, noise(2), devices=n, accum=n, backend="ops", **windows(name, 8)) for n in (1, 2)]
-  agree("two devices against one", two, one, 1e-4)
+  agree("two devices against one", two, one, 1e-3 if small(name).optimizer == "muon" else 1e-4)         # Newton-Schulz amplifies rounding: 5e-4
 
 def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learns():
   full, half = [trained("titans", noise(12), dtype=dtype) for dtype in ("float32", "bfloat16")]
@@ -1043,7 +1043,8 @@ BAD = {                                                  # a command line and wh
   "task=mqar data=python": "give one of them", "task=niah vocab=99": "made of bytes",
   "task=in_context_recall length=2": "asks for nothing", "mode=plot": "no log.csv", "tasks=mqar": "did you mean task",
   "steps=many": "not a whole number", "forget=maybe": "true or false", "lr=nan": "lr=nan",
-  "batch=0": "1 or more", "mode=bench devices=2": "for training", "batch=2147483646 accum=4": "take one of 1, 2, 3,", "batch=999 devices=999": "64 or less",
+  "batch=0": "1 or more", "mode=bench devices=2": "for training", "batch=2147483646 accum=4": "take one of 1, 2, 3,",
+  "batch=999 devices=999": "64 or less",
   "devices=3": "devices=3 does not divide batch/accum=4: take one of 1, 2, 4", "batch=6 accum=3 devices=4": "batch/accum=2",
   "accum=3": "accum=3 does not divide batch=4: take one of 1, 2, 4",
   "mode=training": "did you mean train", "preset=atlass": "did you mean atlas", "size=big": "take one of tiny",
