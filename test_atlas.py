@@ -819,7 +819,8 @@ def test_a_batch_taken_in_parts_gives_the_same_steps_however_many_targets_each_h
   whole = trained("deltanet", batches)
   for accum in (2, 4): agree("in parts against whole", trained("deltanet", batches, accum=accum), whole)
 
-@pytest.mark.parametrize("name", [n if n == "titans" else pytest.param(n, marks=slow) for n in PRESETS])
+@slow
+@pytest.mark.parametrize("name", PRESETS)
 def test_several_devices_take_the_same_steps_as_one(name):
   one, two = [trained(name, noise(2), devices=n, accum=n, backend="ops", **windows(name, 8)) for n in (1, 2)]
   agree("two devices against one", two, one, 1e-3 if small(name).optimizer == "muon" else 1e-4)         # Newton-Schulz amplifies rounding: 5e-4
