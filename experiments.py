@@ -481,7 +481,7 @@ def mqar(presets:tuple[str, ...]=("atlas", "omeganet", "swla", "titans", "deltan
     axes[0].set(xlabel=f"pairs (trained with {most})", ylabel="queries answered", ylim=(0, 1.02))
     axes[1].set(xlabel=f"size of keys and values, {most} pairs", xscale="log", xticks=(ticks := (*sizes, usual)), xticklabels=ticks)
     axes[1].minorticks_off()
-    axes[0].legend(fontsize=7, frameon=False)
+    axes[1].legend(*axes[0].get_legend_handles_labels(), fontsize=7, frameon=False, loc="lower right")
   picture(Path(folder) / "mqar.png", 2, (8, 3.6), draw)
   return found
 
