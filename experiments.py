@@ -381,7 +381,7 @@ def trained(trial:Trial, variants:list[dict]=[{}]) -> Found:
       for n, z in own.items(): train.overwrite(z, values[n])
     run = train.Run(steps=trial.steps, lr=rate, warmup=trial.steps // 10)
     for i in range(trial.steps):
-      for group in optimizer.optimizers: train.overwrite(group.lr, np.array([train.rate(run, i)], np.float32))
+      train.set_rate(optimizer, train.rate(run, i))
       x, y = task.batch(trial.batch, seed, i) if task else data.batch(cast(data.Text, text).train, trial.batch, length, seed, i)
       GlobalCounters.reset()
       with Context(TRAINING=1): step(Tensor(x), Tensor(y))

@@ -694,7 +694,7 @@ def test_a_trained_model_stays_finite_and_what_forgets_recovers(name):
   step, tokens, more = train.training_step(params, cfg, optimizer, 1.0), 65_536, 4096
   with Context(TRAINING=1):
     for i in range(200):
-      for o in optimizer.optimizers: train.overwrite(o.lr, np.array([train.rate(train.Run(), i)], np.float32))
+      train.set_rate(optimizer, train.rate(train.Run(), i))
       step(*map(Tensor, data.batch(text.train, 4, 128, 0, i)))
   rows = np.concatenate([hostile(tokens, 256), text.train[None, :tokens].astype(np.int32)])
   rows = np.concatenate([rows, np.tile(text.val[:more].astype(np.int32), (len(rows), 1))], axis=1)
@@ -780,7 +780,7 @@ def trained(name, batches, lr=0.02, accum=1, devices=1, **fields):
   flat = get_state_dict(params)
   for p in flat.values(): p.replace(train.shared(run, p))
   optimizer = train.optimizer_for(flat, 0.0)
-  for o in optimizer.optimizers: o.lr.assign(train.shared(run, Tensor([lr]))).realize()
+  train.set_rate(optimizer, lr)
   step, losses = train.training_step(params, cfg, optimizer, 1.0, accum), []
   moments: dict[str, np.ndarray] = {}
   with Context(TRAINING=1):
@@ -1465,7 +1465,7 @@ def ten(tmp_path_factory):
 
 @pytest.fixture
 def mine(ten, tmp_path, monkeypatch):
-  """A copy of it: the command, without its last step, and its out."""
+  """A copy of it: the command, and its out."""
   folder, command = ten
   monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
   monkeypatch.setattr(train, "VALIDATION_TOKENS", 64)
@@ -1475,7 +1475,7 @@ def mine(ten, tmp_path, monkeypatch):
 def result(out):
   """What a run ends with: tensors and log, but for the columns that tell the time."""
   saved = atlas.read(train.checkpoints(out)[-1])
-  return {n: z.numpy().tobytes() for n, z in saved.tensors.items()}, [row[:7] for row in csv.reader((out / "log.csv").open())]
+  return {n: z.numpy().tobytes() for n, z in saved.tensors.items()}, rows(out)
 
 def process(words, folder, **settings):
   """A command line in a process of its own, with a small validation."""

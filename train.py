@@ -308,6 +308,9 @@ def overwrite(t:Tensor, values:np.ndarray) -> None:
   for buffer in [whole] if isinstance(whole, Buffer) else whole.bufs:
     buffer.copy_from(Buffer("PYTHON", buffer.size, buffer.dtype, opaque=memoryview(bytearray(values.tobytes()))))
 
+def set_rate(optimizer:OptimizerGroup, lr:float) -> None:
+  for group in optimizer.optimizers: overwrite(group.lr, np.array([lr], np.float32))
+
 def cached_step(key:str) -> Step|None:
   """The compiled step of that key, or None.  It is a pickle, so it is read only from a folder and a file that are this user's and that no one else
   may write, and only if it is whole."""
@@ -509,7 +512,7 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
     while step < run.steps and not stop.asked and not solved:
       tick = time.perf_counter()
       lr = rate(run, step)
-      for group in optimizer.optimizers: overwrite(group.lr, np.array([lr], np.float32))
+      set_rate(optimizer, lr)
       GlobalCounters.reset()
       loss, norm, eta = [float(t.item()) for t in train_step(*[shared(run, Tensor(z), 0) for z in batch(step)])]
       step += 1
