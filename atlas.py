@@ -331,7 +331,9 @@ def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=N
     scale = squared_length(p, cfg)
     q, k, eta = q * scale.sqrt(), k * scale.sqrt(), eta * (-scale.squeeze(-1)).exp()
   if has_residual(cfg) and cfg.loss == "l2": v = v + k   # so that the memory's own layers store v, as they do without [x +] (see answer)
-  y, memory = kernels.memory(cfg, memory_weights(p, cfg), q, k, v, alpha, theta, eta, gamma, state, phase)             # (B,H,T,value_dim)
+  # differs from the paper: forgetting leads back to M_0, not to zero, where a deep memory has no gradient and would be dead for good
+  weights = memory_weights(p, cfg)
+  y, memory = kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state, phase, toward=weights if cfg.forget else None)
   y = answer(cfg, y, q, p["out_norm"], p.get("out_skip")) * (linear(cfg, x, p["out_gate"]) + p["out_gate_bias"]).silu()
   return y, after | {n: s for n, s in memory.items() if n != "position"}, eta.mean()
 

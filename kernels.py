@@ -11,6 +11,9 @@ For token t, with M' the memory just before the first token of t's chunk (`base`
   M_t = alpha_t M_{t-1} - eta_t U_t                           U_t = S_t, or Newton-Schulz of S_t with Muon (Eq. 32)
   y_t = M_t(phi(q_t))
 
+Where forgetting is to lead to a memory R and not to zero, (1 - alpha_t) R is added to M_t: the forms below then keep the distance from R, for
+which the rule is the one above, and take gradients and outputs at R + that (`toward`).
+
 Inside a chunk every gradient is an outer product u x^T taken at M', so M_t and S_t are weighted sums of the same few outer
 products.  Only the weights, small matrices of tokens by tokens, depend on t: `coefficients` makes them for all chunks at once.
 Axes: B batch, H heads, T tokens, N chunks, b tokens of a chunk, E = those and their halo, R Muon steps of a chunk,
@@ -190,7 +193,8 @@ def _scalar(x:Tensor) -> Tensor: return x.reshape(*x.shape, 1, 1)            # o
 
 def chunk_step(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:Tensor, P:Tensor, C:Tensor|None=None) -> list[Tensor]:
   """One chunk: the memory and momentum after its last token, and what its outputs need.
-  base, M, S: weights (B,H,o,i); gradients are taken at base.  x, k, v: the chunk with its halo (B,H,E,.).  a (B,H), what is left of M.
+  base, M, S: weights (B,H,o,i); gradients are taken at base, which holds R where M is the distance from it.  x, k, v: the chunk with its halo
+  (B,H,E,.).  a (B,H), what is left of M.
   P (B,H,R,[1+]E): R rows of weights over [S and] the gradients.  gd: for what M gains, and for S (momentum).  muon: for S at every step; C (B,H,R).
   Returns every M, every S, then for gd every u (B,H,E,o) and the hidden layer (B,H,E,i), if there is one; for muon every U (B,H,R,o,i)."""
   skip, new_M, new_S, kept = int(cfg.momentum), [], [], []
@@ -208,18 +212,19 @@ def chunk_step(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:T
 @functools.cache
 def _compiled_step(cfg, weights, streams):
   """chunk_step from rows of numbers to a row, as one call that tinygrad schedules and compiles once, forward and backward, for all chunks.
-  weights: names and shapes of every M, then of every S; streams: shapes of x, k, v, a, P[, C]."""
+  weights: names and shapes of every M, then of every S; streams: shapes of x, k, v, a, P[, C].  Gradients are taken at the sum of `bases`."""
   names, shapes = zip(*weights)
   many = len(weights) // (1 + cfg.momentum)             # matrices of M
   @function(precompile=True, precompile_backward=True)
-  def step(base, state, chunk):
-    states = _unpack(state, shapes, lambda n: cfg.optimizer == "muon")
+  def step(state, chunk, *bases):
+    states, size = _unpack(state, shapes, lambda n: cfg.optimizer == "muon"), sum(map(math.prod, shapes[:many]))
+    base = functools.reduce(Tensor.add, [z[..., :size] for z in bases])
     out = chunk_step(cfg, dict(zip(names, _unpack(base, shapes[:many]))), dict(zip(names, states[:many])), dict(zip(names, states[many:])),
                      *_unpack(chunk, streams, lambda n: n not in (1, 2)))
     return _pack(out, 2).contiguous(), *out[len(names):]
   return step
 
-def state_pass(cfg, base:dict, M:dict, S:dict, *streams:Tensor):
+def state_pass(cfg, toward:dict, base:dict, M:dict, S:dict, *streams:Tensor):
   """chunk_step over all N chunks, axis 2 of the streams x, k, v, a, P[, C].  Returns the last chunk's base, the last M and S, and, on axis 2 for
   every chunk, the M and S it began with and what chunk_step kept."""
   N, E, R = streams[0].shape[2], streams[0].shape[3], streams[4].shape[3]
@@ -229,7 +234,8 @@ def state_pass(cfg, base:dict, M:dict, S:dict, *streams:Tensor):
   step, shapes = _compiled_step(cfg, weights, tuple(z.shape[3:] for z in streams)), [shape for _, shape in weights]
   chunks = _pack(streams, 3).permute(2, 0, 1, 3).contiguous()
   first, rows = _pack(base.values(), 2).contiguous(), [_pack([*M.values(), *S.values()], 2).contiguous()]
-  for n in range(N): rows.append(step(rows[-1] if n else first, rows[-1], chunks[n].contiguous())[0])
+  home = [_pack(toward.values(), 2).contiguous()] if toward else []
+  for n in range(N): rows.append(step(rows[-1], chunks[n].contiguous(), rows[-1] if n else first, *home)[0])
   def states(row): return dict(zip(M, parts := _unpack(row, shapes))), dict(zip(S, parts[len(M):]))
   size = rows[0].shape[-1]
   starts, after = [Tensor.stack(*part, dim=2).contiguous() for part in ([r[..., :size] for r in rows[:-1]], [r[..., size:] for r in rows[1:]])]
@@ -237,12 +243,13 @@ def state_pass(cfg, base:dict, M:dict, S:dict, *streams:Tensor):
 
 # *** the outputs ***
 
-def outputs(cfg, M:dict, S:dict, kept:list, x:Tensor, r:Tensor, q:Tensor, a:Tensor, C:Tensor) -> Tensor:
+def outputs(cfg, toward:dict, M:dict, S:dict, kept:list, x:Tensor, r:Tensor, q:Tensor, a:Tensor, C:Tensor) -> Tensor:
   """y_t = M_t(phi(q_t)) for every token, without any M_t: x = phi(k) (B,H,N,E,D), r = phi(q) (B,H,N,b,D), q (B,H,N,b,d); the rest as
   state_pass and `coefficients` made it -> (B,H,N,b,value_dim)."""
   a, places = a.unsqueeze(-1), list(M)
   def read(name, z):
     y = a * (z @ M[name].transpose(-1, -2))
+    if toward: y = y + z @ toward[name].unsqueeze(2).transpose(-1, -2)
     if cfg.optimizer == "gd":
       u, inp, skip = kept[places.index(name)], kept[-1] if name == "W1" else x, int(cfg.momentum)
       y = y - (C[..., skip:] * (z @ inp.transpose(-1, -2)).contiguous()).contiguous() @ u
@@ -261,24 +268,25 @@ def for_batch(part:dict[str, Tensor], B:int, x:Tensor|None=None) -> dict[str, Te
     return w.flatten(1).cat(x.flatten(1)[:, :1], dim=1).contiguous()[:, :-1].reshape(w.shape).contiguous()       # cut, as its neighbour is
   return {n: rows(w) if w.ndim == 3 else w for n, w in part.items()}
 
-def by_ops(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
-           b:int, every:int) -> tuple[Tensor, dict, dict, dict]:
+def by_ops(cfg, a:Tensor|None, toward:dict, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor,
+           gamma:Tensor, b:int, every:int) -> tuple[Tensor, dict, dict, dict]:
   """The recurrence over whole chunks of b tokens in stock tensor operations: large products over all chunks, but for the sequential pass.
+  toward: R (H,out,in), base and M the distance from it; or empty, and they are the memory itself.
   k, v (B,H,T,.), or (B,H,window-1+T,.) with the tokens before the first; a Muon step at every `every`-th token; M, S, base (B,H,out,in), or
   (H,out,in) where the batch shares them.  Returns y (B,H,T,value_dim) and the last chunk's base, the last M and the last S."""
   B, _, T, _ = cast(tuple[int, ...], q.shape)
   reach = b + cfg.window - 1
   E = reach if b == 1 else _to_multiple(reach, 8)          # multiples of 8 tile well
-  base, M, S = [for_batch(part, B, q) for part in (base, M, S)]
+  toward, base, M, S = [for_batch(part, B, q) for part in (toward, base, M, S)]
   def chunked(z): return z.reshape(*z.shape[:2], T // b, b, *z.shape[3:])
   alphas, C, P = coefficients(cfg, E, every, *map(chunked, (alpha, theta, eta, gamma)))
   keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous().contiguous_backward()
                   for z in (k, v)]                         # each chunk behind its halo: (B,H,N,E,.)
   x = phi(cfg, keys, a).contiguous()
   last = (P, C[..., -1, :]) if cfg.optimizer == "muon" else (Tensor.stack(-C[..., -1, :], *[P[..., -1, :]] * cfg.momentum, dim=3),)
-  base, M, S, M_starts, S_starts, kept = state_pass(cfg, base, M, S, x, keys, values, alphas[..., -1], *last)
+  base, M, S, M_starts, S_starts, kept = state_pass(cfg, toward, base, M, S, x, keys, values, alphas[..., -1], *last)
   queries = chunked(q).contiguous()
-  y = outputs(cfg, M_starts, S_starts, kept, x, phi(cfg, queries, a).contiguous(), queries, alphas, C)
+  y = outputs(cfg, toward, M_starts, S_starts, kept, x, phi(cfg, queries, a).contiguous(), queries, alphas, C)
   return y.flatten(2, 3), base, M, S
 
 # *** features exp: the first layer as an expansion over the tokens ***
@@ -305,6 +313,10 @@ def expansion_step(cfg, z:dict) -> dict:
     is_first = _scalar(z["n"] == 0)
     coefs["base"] = is_first.where(z["base"].pad((None, None, (0, z["U"].shape[2]), None)), coefs["M"]).contiguous()
     if base1 is not None: base1 = is_first.where(z["base1"], base1).contiguous()
+  if "toward" in z:
+    coefs["toward"] = z["toward"].pad((None, None, (0, z["U"].shape[2]), None)).contiguous()
+    coefs["base"] = _stored(coefs["base"] + coefs["toward"])
+    if base1 is not None: base1 = _stored(base1 + z["toward1"])
   def kernel(x, keys): return (x @ keys.transpose(-1, -2)).contiguous_backward().exp().contiguous()
   near = kernel(z["k"].cat(z["q"], dim=2).contiguous(), z["keys"])
   factors = gradients(cfg, {"W1": base1}, None, z["k"], z["v"], _stored(near[:, :, :E].contiguous_backward() @ coefs["base"]))
@@ -313,7 +325,8 @@ def expansion_step(cfg, z:dict) -> dict:
   def read(name, x):
     second = name == "W1"
     def old(part): return (x @ z[part + "1"].transpose(-1, -2) if second else near[:, :, E:].contiguous_backward() @ coefs[part]).contiguous()
-    y = a * old("M") - _stored(C * (x @ h.transpose(-1, -2) if second else kernel(z["q"], z["k"]))) @ (e if second else u)
+    now = a * old("M") + old("toward") if "toward" in z else a * old("M")
+    y = now - _stored(C * (x @ h.transpose(-1, -2) if second else kernel(z["q"], z["k"]))) @ (e if second else u)
     return (y - C0 * old("S") if skip else y).contiguous_backward()
   out = {"y": apply(cfg, read, None, z["q"]), "u": u}
   def sums(w): return e.transpose(-1, -2) @ _stored(w.unsqueeze(-1) * h)
@@ -408,14 +421,14 @@ def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, T
   y, U, *rest = _unpack(Tensor(_body(forward, row).call(row.uop, precompile=True, grad_fxn=backward).gettuple(0)), after)
   return y, U, rest[:carried], rest[carried:]
 
-def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor, b:int,
-             starts:bool, place:Any, capacity:int) -> tuple[Tensor, dict, dict, dict]:
+def expanded(cfg, old:Tensor, toward:dict, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor,
+             gamma:Tensor, b:int, starts:bool, place:Any, capacity:int) -> tuple[Tensor, dict, dict, dict]:
   """by_ops for features=exp, but that "u" (B,H,L,o) of base, M and S are the coefficients of the keys old (B,H,L,d) in place of the first layer's
   matrix, and come back for `capacity` keys, the call's first row at `place`.  starts: base is M.
   Costs an attention over the past and the call's stream per chunk, without softmax; memory grows linearly with the stream."""
   B, _, T, _ = cast(tuple[int, ...], q.shape)
   E, N, skip = b + cfg.window - 1, T // b, int(cfg.momentum)
-  (old,), base, M, S = for_batch({"": old}, B, q).values(), *[for_batch(part, B, q) for part in (base, M, S)]
+  (old,), toward, base, M, S = for_batch({"": old}, B, q).values(), *[for_batch(part, B, q) for part in (toward, base, M, S)]
   def chunked(z): return z.reshape(*z.shape[:2], N, b, *z.shape[3:])
   alphas, C, P = coefficients(cfg, E, 1, *map(chunked, (alpha, theta, eta, gamma)))
   keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous() for z in (k, v)]
@@ -429,6 +442,8 @@ def expanded(cfg, old:Tensor, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
   kept = {"keys": old.cat(keys.flatten(2, 3), dim=2), "lastC": last[..., skip:], "M": M["u"]}
   if skip: kept |= {"lastP": lastP[..., 1:], "S": S["u"]}
   if not starts: kept |= {"base": base["u"]} | ({"base1": base["W1"]} if "W1" in base else {})
+  if toward: kept["toward"] = toward["u"].pad((None, None, (0, old.shape[2] - toward["u"].shape[2]), None))
+  if "W1" in toward: kept["toward1"] = toward["W1"]
   second = {f"{n}1": part["W1"] for n, part in (("M", M), ("S", S)) if "W1" in part}
   streams = {"k": keys, "v": values, "q": chunked(q), "a": alphas, "C": C, "P": lastP} | {n: z[..., :-1, :] for n, z in tables.items()}
   y, U, begun, ended = expansion_pass(cfg, kept, second, streams)
@@ -821,6 +836,7 @@ class _Shapes(NamedTuple):
   """What a kernel is compiled for.  heads: B*H; given: heads of the first state (H where the batch shares it); every: tokens to a Muon step."""
   heads: int
   given: int
+  toward: int                                            # heads of the memory that forgetting leads to: H, or 0 where that is zero
   chunks: int
   chunk: int
   halo: bool
@@ -861,7 +877,7 @@ class _Layout:
       out[name] = w[..., :like[name].shape[-1]].reshape(like[name].shape)
     return out
 
-def _gd_chunk(k:Kernel, cfg, b:int, E:int, kept, r, queries, y, band, alpha, theta, eta, M, S, then):
+def _gd_chunk(k:Kernel, cfg, b:int, E:int, kept, r, queries, y, band, alpha, theta, eta, toward, M, S, then):
   """The dual form: rows P_t and C_t of weights over the chunk's gradients (column E: over S), then outputs and the next state as products."""
   W, one = band.shape[1], Matrix(k, (1, 1), (), lambda i, j: _constant(1.0))
   start = [Matrix(k, (1, W), (), lambda i, j: _constant(0.0)).stored(), one.stored()]      # C, what is left of M, and P
@@ -876,6 +892,7 @@ def _gd_chunk(k:Kernel, cfg, b:int, E:int, kept, r, queries, y, band, alpha, the
   def read(name, z):
     u, x = kept[name]
     state = left * (z @ M[name].transpose())
+    if toward: state = z @ toward[name].transpose() + state
     if cfg.momentum: state = state + C.block(0, b, E, 1) * (z @ S[name].transpose())
     return (C.block(0, b, 0, E) * (z @ x.transpose())) @ u + state
   k.assign(y, apply(cfg, read, r, queries))
@@ -887,7 +904,7 @@ def _gd_chunk(k:Kernel, cfg, b:int, E:int, kept, r, queries, y, band, alpha, the
       k.assign(then[1][name], weighted(last[2]) + last[2].block(0, 1, E, 1) * S[name])
     k.assign(then[0][name], weighted(last[0]) + state)
 
-def _muon_chunk(k:Kernel, cfg, b:int, every:int, kept, r, queries, y, band, alpha, theta, eta, M, S, then):
+def _muon_chunk(k:Kernel, cfg, b:int, every:int, kept, r, queries, y, band, alpha, theta, eta, toward, M, S, then):
   """Newton-Schulz is not linear: S and M are written out at every step.  A group is the `every` tokens up to a step; between steps M only fades, so
   a group's tokens before its step, and the last of the group before, read the same M.  r, queries: one row of zeros, the tokens, every - 1 zeros."""
   weights, fall, stay = band, alpha, theta                 # over a group: weights of its gradients in S, what is left of M, and of S
@@ -917,7 +934,10 @@ def _muon_chunk(k:Kernel, cfg, b:int, every:int, kept, r, queries, y, band, alph
     if every == 1: g = g + 1
     def lines(m): return m.block(g * every, every)
     now = dict(zip(names, states(g)))
-    k.assign(lines(out), apply(cfg, lambda name, z: lines(left) * (z @ now[name].transpose()), lines(r), lines(queries)))
+    def read(name, z):
+      y = lines(left) * (z @ now[name].transpose())
+      return z @ toward[name].transpose() + y if toward else y
+    k.assign(lines(out), apply(cfg, read, lines(r), lines(queries)))
   k.scan(b // every + (every > 1), reads, [])
   k.assign(y, out.block(1, b))
   for m, last in zip([*then[0].values(), *then[1].values()], states(b // every)): k.assign(m, last)
@@ -931,10 +951,11 @@ def _kernel(cfg, s:_Shapes, parallel:bool, backward:bool, given:bool, scratch:tu
   E, wide = _to_multiple(reach, 8), _to_multiple(D, 16) if poly else D      # tiles like multiples; the rest is zero
   Tk, copies, raw = T + (c - 1 if s.halo else 0), s.heads if parallel else 1, d + poly
   size = dict(y=T * dv, states=(N + 2) * lay.size, q=T * d, k=Tk * d, v=Tk * dv, alpha=T, theta=T, eta=T, gamma=T * c)
-  size = {n: x * s.heads for n, x in size.items()} | dict(first=s.given * (lay.half + lay.size), scales=D, places=cfg.degree * D)
-  ins = ["first", "q", "k", "v", "alpha", *["theta"] * cfg.momentum, "eta", "gamma", *["scales", "places"] * poly]
+  size = {n: x * s.heads for n, x in size.items()} | dict(first=s.given * (lay.half + lay.size), toward=s.toward * lay.half, scales=D,
+                                                          places=cfg.degree * D)
+  ins = ["first", *["toward"] * (s.toward > 0), "q", "k", "v", "alpha", *["theta"] * cfg.momentum, "eta", "gamma", *["scales", "places"] * poly]
   outs = ["d" + n for n in ins if n != "places"]
-  size |= {"d" + n: x for n, x in size.items()} | dict(dfirst=s.heads * (lay.half + lay.size), dscales=s.heads * D)
+  size |= {"d" + n: x for n, x in size.items()} | dict(dfirst=s.heads * (lay.half + lay.size), dscales=s.heads * D, dtoward=s.heads * lay.half)
   size |= dict(values=max(1, copies * scratch[0]), grads=max(1, copies * scratch[1]))
   args = [*outs, "values", "grads", "states", "dy", *["dstates"] * given, *ins[1:]] if backward else ["y", "states", "values", *ins]
   P = {n: UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot) for slot, n in enumerate(args)}
@@ -986,10 +1007,11 @@ def _kernel(cfg, s:_Shapes, parallel:bool, backward:bool, given:bool, scratch:tu
       alpha, theta, eta = [stream(name, 1) if name in ins else None for name in ("alpha", "theta", "eta")]
       gamma = stream("gamma", c)                           # row t of band: token t's gates over its window, the oldest at column t
       k.assign(band.view((b, c), 0, band.rows + 1, 1), gamma.view((b, c), c - 1, c, -1))
+      if toward: base = {name: (w + toward[name]).stored() for name, w in base.items()}
       kept = gradients(cfg, base, x, raw_k.block(0, E, 0, d), v)
       queries, y = raw_q.block(0, rows, 0, d), stream("y", dv)
-      if muon: _muon_chunk(k, cfg, b, s.every, kept, r, queries, y, band, alpha, theta, eta, M, S, then)
-      else: _gd_chunk(k, cfg, b, E, kept, r, queries, y, band, alpha, theta, eta, M, S, then)
+      if muon: _muon_chunk(k, cfg, b, s.every, kept, r, queries, y, band, alpha, theta, eta, toward, M, S, then)
+      else: _gd_chunk(k, cfg, b, E, kept, r, queries, y, band, alpha, theta, eta, toward, M, S, then)
 
     def state(buffer, n, grad=None) -> tuple[dict, dict]:
       at = (g * (N + 2) + n) * lay.size
@@ -997,6 +1019,7 @@ def _kernel(cfg, s:_Shapes, parallel:bool, backward:bool, given:bool, scratch:tu
       return M, lay.views(k, buffer, at + lay.half, grad and (grad[0], grad[1] + lay.half)) if cfg.momentum else {}
     def copy(out, x, add=False): k.add([out], [x.f], (x,), out.shape) if add else k.each(out, x.f, (x,))
     home, length = (g % s.given if s.given != s.heads else g) * (lay.half + lay.size), lay.half + lay.size
+    toward = lay.views(k, P["toward"], g % s.toward * lay.half, (P["dtoward"], g * lay.half) if backward else None) if s.toward else {}
     if not backward:
       copy(line("states", g * (N + 2) * lay.size, lay.half), line("first", home, lay.half))
       copy(line("states", (g * (N + 2) + 1) * lay.size, lay.size), line("first", home + lay.half, lay.size))
@@ -1031,18 +1054,19 @@ def _compiled_kernel(cfg, s:_Shapes, device:str, backward:bool, given:bool):
   args, program = _program(sink, args, device)
   return args, size, program
 
-def fused(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
-          b:int, every:int):
+def fused(cfg, a:Tensor|None, toward:dict, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor,
+          gamma:Tensor, b:int, every:int):
   """by_ops in one kernel, with one for its backward pass."""
   B, H, T, d = cast(tuple[int, ...], q.shape)
   device, D, shared = cast(str, q.device), feature_size(d, cfg.features, cfg.degree), next(iter(M.values())).ndim == 3
   wide = _to_multiple(D, 16) if cfg.features == "poly" else D
   sides = {n: (w.shape[-2], wide if n in ("W", "W2", "W3") else w.shape[-1]) for n, w in M.items()}
-  shapes = _Shapes(B * H, H if shared else B * H, T // b, b, bool(k.shape[2] != T), d, cast(int, v.shape[3]), D, every,
+  shapes = _Shapes(B * H, H if shared else B * H, H if toward else 0, T // b, b, bool(k.shape[2] != T), d, cast(int, v.shape[3]), D, every,
                    tuple((n, *x) for n, x in sides.items()))
   lay = _Layout(cfg, shapes.weights)
   first = lay.pack([{n: w.reshape(shapes.given, *w.shape[-2:]) for n, w in part.items()} for part in ((base, M, S) if cfg.momentum else (base, M))])
   ins = dict(first=first, q=q, k=k, v=v, alpha=alpha, eta=eta, gamma=gamma) | (dict(theta=theta) if cfg.momentum else {})
+  if toward: ins["toward"] = lay.pack([toward])
   if a is not None: ins |= dict(scales=_scales(d, cfg.degree, a), places=_monomials(d, cfg.degree, device)[0])
   ins = {n: t.reshape(-1).contiguous() for n, t in ins.items()}
   forward = _compiled_kernel(cfg, shapes, device, False, False)
@@ -1057,7 +1081,7 @@ def fused(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
     out = _call(_compiled_kernel(cfg, shapes, device, True, bool(dstates)), given, device)
     def gradient(n):
       if n not in ins or n == "places": return None
-      heads = {"first": B * H // shapes.given, "scales": B * H}.get(n, 1)                    # what several heads share
+      heads = {"first": B * H // shapes.given, "toward": B, "scales": B * H}.get(n, 1)       # what several heads share
       return out["d" + n].reshape(heads, -1).sum(0).uop if heads > 1 else out["d" + n].uop
     return tuple(gradient(n) for n in forward[0])
   states = Tensor.empty(1, forward[1]["states"], device=device)
@@ -1072,6 +1096,11 @@ def fused(cfg, a:Tensor|None, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:T
 # *** all of it ***
 
 def _part(state:dict, part:str) -> dict: return {n.split(".")[1]: z for n, z in sorted(state.items()) if n.startswith(part + ".")}
+
+def _added(part:dict, home:dict, sign:int=1) -> dict:
+  """part + sign * home; exp: home has coefficients for the anchors only."""
+  def longer(z, like): return z.pad((None, (0, like.shape[-2] - z.shape[-2]), None))
+  return {n: w + sign * longer(home[n], w) for n, w in part.items()}
 
 def read_position(state:dict[str, Tensor]) -> int|None:
   """Tokens read so far, or None while a jit is being captured and no value can be read (but a constant)."""
@@ -1112,16 +1141,17 @@ def takes_fused(cfg, x:Tensor) -> bool:
   return cfg.backend == "fused" or cfg.backend == "auto" and on_cpu(x.device)
 
 def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
-           state:dict[str, Tensor]|None=None, phase:int|None=None) -> tuple[Tensor, dict[str, Tensor]]:
+           state:dict[str, Tensor]|None=None, phase:int|None=None, toward:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
   """Reads a stretch of the stream: updates the memory at every token, then reads it (Eq. 9, 10, 15, 16, 32, 33).
 
   q, k (B,H,T,key_dim); v, y (B,H,T,value_dim); alpha, theta, eta (B,H,T), final; gamma (B,H,T,window), gamma[...,j] gates token t-j.
   weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly;
   with exp "anchor_k" (H,P,key_dim) and "anchor_u" (H,P,out), keys and coefficients, in place of the first layer's.
   state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last token; any way of cutting
-  a stream into calls gives the same y.  phase: how many tokens of the chunk came before, read from the state unless given.  Under TinyJit, where it
-  cannot be read, a call of one token goes anywhere; one of more tokens with a state must start at a chunk's border, or `phase` tokens behind it, and
-  gives NaN elsewhere.  cfg.backend: ops, fused (one kernel), or auto, the faster one."""
+  a stream into calls gives the same y.  toward: weights R that forgetting leads to, M_t = alpha_t M_{t-1} + (1 - alpha_t) R - eta_t U_t; None: zero.
+  phase: how many tokens of the chunk came before, read from the state unless given.  Under TinyJit, where it cannot be read, a call of one token
+  goes anywhere; one of more tokens with a state must start at a chunk's border, or `phase` tokens behind it, and gives NaN elsewhere.
+  cfg.backend: ops, fused (one kernel), or auto, the faster one."""
   (B, _, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
   feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
   exp, is_first = cfg.features == "exp", state is None
@@ -1132,6 +1162,11 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
   # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
   if T == 1 and not is_first: base = {n: (position % b == 0).where(M[n], w) for n, w in base.items()}
   elif phase == 0: base = M
+  starts, home = base is M, {}
+  if toward is not None:                                 # the forms below keep the distance from it, D_t = alpha_t D_{t-1} - eta_t U_t
+    home = _part(initial_state(cfg, toward, B, d), "M")
+    M, base = [_added(part, home, -1) for part in (M, base)]
+    if starts: base = M
   # Rows: the call is padded to whole chunks of `size` tokens, `front` before it and `back` behind.  With chunk=4, a call of 6 tokens at position 7
   # (phase 3) is padded to 3 + 6 + 3 = 3 chunks.  A call that ends within its first chunk needs no padding: its tokens are the only chunk's rows.
   if phase + T <= b: size, front, every = T, 0, r if T > 1 and phase % r == 0 and T % r == 0 else 1
@@ -1152,12 +1187,13 @@ def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:T
     place, capacity = P + (position if known is None or T == 1 and not is_first else known), cast(int, old.shape[-2])
     if known is None and T > 1: raise ValueError("features=exp cannot jit a call of several tokens with a state: its expansion grows")
     if known is not None and P + known + T > capacity: capacity = P + capacity_for(known + T)
-    y, base, M, S = expanded(cfg, old, base, M, S, *inputs, size, base is M, place - front, capacity)
+    y, base, M, S = expanded(cfg, old, home, base, M, S, *inputs, size, starts, place - front, capacity)
     here = Tensor.arange(capacity).reshape(capacity, 1)
     new = k.pad((None, None, (place, capacity - place - T), None)) if isinstance(place, int) else (here == place).where(k, 0)
     after["keys"] = old.pad((*[None] * (old.ndim - 2), (0, capacity - old.shape[-2]), None)) + new
     if known is None: y = (P + position < capacity).where(y, math.nan)
-  else: y, base, M, S = (fused if takes_fused(cfg, q) else by_ops)(cfg, weights.get("a"), base, M, S, *inputs, size, every)
+  else: y, base, M, S = (fused if takes_fused(cfg, q) else by_ops)(cfg, weights.get("a"), home, base, M, S, *inputs, size, every)
+  if home: M, base = [_added(part, home) for part in (M, base)]
   y = y[:, :, front:front + T]
   if known is None and T > 1: y = (position % b == phase).where(y, math.nan)
   # clones: a jit must not return what is the caller's, nor what a later call in it may overwrite

@@ -73,8 +73,9 @@ def muon(S, steps):
   for _ in range(steps): X = 3.4445 * X + (-4.7750 * X @ X.T + 2.0315 * X @ X.T @ X @ X.T) @ X
   return X
 
-def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma):
-  """Section 2 of the method, literally: weights (out,in), q, k (T,key_dim), v (T,value_dim), gates (T,), gamma (T,window) -> y (T,value_dim)."""
+def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma, toward=None):
+  """Section 2 of the method, literally: weights (out,in), q, k (T,key_dim), v (T,value_dim), gates (T,), gamma (T,window) -> y (T,value_dim).
+  toward: weights that forgetting leads to, in place of zeros."""
   a = weights.get("a")
   M = {n: w for n, w in weights.items() if n != "a"}
   S, ys = {n: w * 0.0 for n, w in M.items()}, []
@@ -84,7 +85,7 @@ def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma):
     S = {n: (theta[t] * S[n] if cfg.momentum else 0) + sum(w * g[n] for w, g in lags) for n in M}
     step = {n: S[n] if cfg.optimizer == "gd" else muon(S[n], cfg.ns_steps) for n in M}
     takes = cfg.optimizer == "gd" or (t + 1) % cfg.muon_every == 0
-    M = {n: alpha[t] * M[n] - (eta[t] * step[n] if takes else 0) for n in M}
+    M = {n: alpha[t] * M[n] + ((1 - alpha[t]) * toward[n] if toward else 0) - (eta[t] * step[n] if takes else 0) for n in M}
     ys.append(recall(cfg, M, lift(cfg, q[t], a), q[t]))
   return np.stack(ys)
 
@@ -105,15 +106,20 @@ def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0, anchors=3):
   if T > 4: gates[0][:, :, 3] = gates[1][:, :, 2] = 0
   return W, dict(zip(NAMES, [normal(B, H, T, d), normal(B, H, T, d), normal(B, H, T, dv), *gates, r.uniform(size=(B, H, T, cfg.window))]))
 
-def by_oracle(cfg, W, x):
+def by_oracle(cfg, W, x, toward=None):
   B, H = x["q"].shape[:2]
-  def head(b, h):
+  def of_head(W, h):
     weights = {n: w if n == "a" else w[h] for n, w in W.items()}
     if cfg.features == "exp":
       keys, coefs = weights.pop("anchor_k"), weights.pop("anchor_u")
       weights["W" if cfg.memory == "linear" else "W2"] = Expansion(coefs.shape[1], zip(coefs, keys))
-    return oracle(cfg, weights, *[x[n][b, h] for n in NAMES])
+    return weights
+  def head(b, h): return oracle(cfg, of_head(W, h), *[x[n][b, h] for n in NAMES], of_head(toward, h) if toward else None)
   return np.stack([np.stack([head(b, h) for h in range(H)]) for b in range(B)])
+
+def elsewhere(cfg, W, **sizes):
+  """Another initial memory of the same sizes, for forgetting to lead to; the features are the memory's own."""
+  return problem(cfg, seed=1, **sizes)[0] | {n: W[n] for n in ("a", "anchor_k") if n in W}
 
 def tensors(arrays): return {n: Tensor(np.ascontiguousarray(x, dtype=np.float32)).realize() for n, x in arrays.items()}
 
@@ -193,6 +199,30 @@ def test_features_come_by_degree_then_combination():
   assert relative(got, np.stack([lift(cfg, row, a) for row in x])) < 1e-6
   assert np.allclose(got[0] @ got[1], sum(c * (x[0] @ x[1]) ** p for p, c in enumerate(a)), rtol=1e-5)
 
+TOWARD = [dict(memory="gated", features="poly", loss="l2", step="momentum", window=3, chunk=4),
+          dict(memory="mlp", features="poly", loss="l2", step="muon_every", window=3, chunk=4),
+          dict(memory="linear", features="identity", loss="dot", step="gd", window=1, chunk=4),
+          dict(memory="mlp", features="exp", loss="l2", step="momentum", window=3, chunk=4)]
+
+@pytest.mark.parametrize("case,backend", [(c, b) for c in TOWARD for b in ("ops", "fused") if (c["features"], b) != ("exp", "fused")],
+                         ids=lambda x: x if isinstance(x, str) else label(x))
+def test_forgetting_leads_to_where_it_is_told_whole_and_in_pieces(case, backend):
+  """Two calls, the second starting inside a chunk, then one of a token; and the whole stream in one."""
+  cfg = from_case(case | {"backend": backend})
+  W, x = problem(cfg, B=2, T=11)
+  R, weights = elsewhere(cfg, W), tensors(W)
+  toward, expected = tensors(R), by_oracle(cfg, W, x, R)
+  assert relative(expected, by_oracle(cfg, W, x)) > 0.01
+  bound = 1e-5 if cfg.optimizer == "gd" else 1e-4
+  assert record("memory against the oracle, forgetting towards M_0",
+                relative(kernels.memory(cfg, weights, *tensors(x).values(), toward=toward)[0].numpy(), expected)) < bound
+  state: Any = None
+  ys = []
+  for part in (slice(6), slice(6, 10), slice(10, 11)):
+    y, state = kernels.memory(cfg, weights, **tensors({n: z[:, :, part] for n, z in x.items()}), state=state, toward=toward)
+    ys.append(y.numpy())
+  assert relative(np.concatenate(ys, 2), expected) < bound
+
 EXPANSIONS = [
   (dict(memory="linear", loss="l2", step="gd", window=1, chunk=4), dict(anchors=3)),
   (dict(memory="mlp", loss="l2", step="momentum", window=3, chunk=4), dict(anchors=3, B=2)),
@@ -266,22 +296,25 @@ def test_gradients_of_an_expansion_are_the_finite_differences_of_the_oracle(case
 @BOTH
 @pytest.mark.parametrize("case", [*GRADIENT_CASES, *[pytest.param(case, marks=slow) for case in PAIRWISE]], ids=label)
 def test_gradients_are_the_finite_differences_of_the_oracle(case, backend):
+  """Forgetting leads towards another memory, whose gradients are checked as well."""
   low_rank = case["step"] == "muon" and case["window"] == 1                    # where rounding is amplified most
-  cfg = from_case(case | {"backend": backend})
-  W, x = problem(cfg, H=1, T=7, d=2, dv=2, hidden=3)
+  cfg, sizes = from_case(case | {"backend": backend}), dict(H=1, T=7, d=2, dv=2, hidden=3)
+  W, x = problem(cfg, **sizes)
+  R = elsewhere(cfg, W, **sizes)
   direction = np.random.default_rng(1).normal(size=x["v"].shape)
-  tw, tx = tensors(W), tensors(x)
-  y, _ = kernels.memory(cfg, tw, *tx.values())
-  used = {n: t for n, t in (tw | tx).items() if n != "theta" or cfg.momentum}
+  tw, tx, to = tensors(W), tensors(x), tensors(R)
+  y, _ = kernels.memory(cfg, tw, *tx.values(), toward=to)
+  own = {f"toward {n}": n for n in R if n not in ("a", "anchor_k")}
+  used = {n: t for n, t in (tw | tx).items() if n != "theta" or cfg.momentum} | {name: to[n] for name, n in own.items()}
   got = dict(zip(used, (y * Tensor(direction.astype(np.float32))).sum().gradient(*used.values())))
   Tensor.realize(*got.values())
   for name, g in got.items():
-    where = (W if name in W else x)[name]
+    where = R[own[name]] if name in own else (W if name in W else x)[name]
     numeric = np.zeros(where.shape)
     for i in np.ndindex(where.shape):
       for sign in (1, -1):
         where[i] += sign * 1e-6
-        numeric[i] += sign * (by_oracle(cfg, W, x) * direction).sum() / 2e-6
+        numeric[i] += sign * (by_oracle(cfg, W, x, R) * direction).sum() / 2e-6
         where[i] -= sign * 1e-6
     assert np.linalg.norm(numeric) > 0, name
     kind = f"gradients against finite differences{', Muon of low rank' if low_rank else ''}"
