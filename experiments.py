@@ -13,7 +13,8 @@ and those that train, three seeds each, in as many processes as there are cores:
   window         OmegaNet with windows of 1 to 16: its Figure 5, the same
   mqar           multi-query associative recall, seven models: its Figure 7
   niah           a needle in a haystack, to 16 times the trained length: its Table 3
-  scaling        loss against compute, three sizes: its Figure 8"""
+  scaling        loss against compute, three sizes: its Figure 8
+  streams        text after 16,384 tokens of repeats, of noise, of both in turn: does the memory recover?"""
 from __future__ import annotations
 import dataclasses, math, multiprocessing, os, resource, sys, time
 from concurrent.futures import ProcessPoolExecutor
@@ -360,10 +361,10 @@ class Found(NamedTuple):
   gflop: float
   minutes: float
 
-def trained(trial:Trial, variants:list[dict]=[{}]) -> Found:
+def trained(trial:Trial, variants:list[dict]=[{}], measure:Callable|None=None) -> Found:
   """Trains at every rate with the first seed, then with the other seeds at the best rate; compiled once.  Scores: validation bits per byte of text
   (lower is better), or for each of a task's variants (the first one chooses the rate) the share of the places of held-out examples that are right,
-  for tasks in bytes of the answers that count.  99% of that ends a run early."""
+  for tasks in bytes of the answers that count.  99% of that ends a run early.  measure(params, cfg, text): other scores."""
   began, task = time.perf_counter(), data.task(trial.task) if trial.task else None
   cfg = atlas.preset(trial.preset, **{"vocab": task.vocab if task else 256} | trial.fields)
   length = task.settings["length"] if task else trial.length
@@ -387,6 +388,7 @@ def trained(trial:Trial, variants:list[dict]=[{}]) -> Found:
       with Context(TRAINING=1): step(Tensor(x), Tensor(y))
       gflop, longest = GlobalCounters.global_ops / 1e9, max(longest, i + 1)
       if score and (i + 1) % 100 == 0 and score(4096, {})[which] >= train.SOLVED: break
+    if measure: return measure(params, cfg, text)
     if validate: return np.array([validate(train.VALIDATION_TOKENS).mean()])
     return np.array([cast(Callable, score)(train.VALIDATION_TOKENS // 2, other)[which] for other in variants])
   first = {rate: once(rate, trial.seeds[0]) for rate in trial.rates}
@@ -394,13 +396,14 @@ def trained(trial:Trial, variants:list[dict]=[{}]) -> Found:
   scores = np.array([first[rate], *[once(rate, seed) for seed in trial.seeds[1:]]])
   return Found(scores, rate, longest, atlas.parts(cfg)["total"], gflop, (time.perf_counter() - began) / 60)
 
-def all_trained(trials:list[Trial], variants:list[dict]=[{}]) -> Iterator[Found]:
+def all_trained(trials:list[Trial], variants:list[dict]=[{}], measure:Callable|None=None) -> Iterator[Found]:
   """trained, for each, in order; in as many processes as there are cores (tinygrad's CPU device uses one)."""
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
   workers = min(len(trials), cores) if kernels.on_cpu(Device.DEFAULT) else 1
-  if workers == 1: yield from (trained(trial, variants) for trial in trials)
+  several = trials, [variants] * len(trials), [measure] * len(trials)
+  if workers == 1: yield from map(trained, *several)
   else:
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool: yield from pool.map(trained, trials, [variants] * len(trials))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool: yield from pool.map(trained, *several)
 
 def spread(x:np.ndarray) -> str: return f"{x.mean():.3f} +- {x.std():.3f}"
 
@@ -511,8 +514,51 @@ def scaling(presets:tuple[str, ...]=("transformer++", "deltanet", "atlas"), dims
     print(f"{name:18s}{dim:5d}{row.parameters:12,d}{row.gflop * row.steps / 1e3:9.2f}{spread(row.scores):>18s}{row.minutes:9.1f}", flush=True)
   return found
 
+# *** streams far longer than the trained ones ***
+
+def hostile(tokens:int, vocab:int) -> np.ndarray:
+  """Four rows (4,tokens): one token repeated, a short pattern repeated, noise, and blocks of noise and of one token in turn."""
+  noise, place = np.random.default_rng(0).integers(0, vocab, tokens), np.arange(tokens)
+  return np.stack([np.full(tokens, 7), place % 5, noise, np.where(place // 512 % 2, 7, noise)]).astype(np.int32)
+
+def in_pieces(params:dict, cfg:atlas.Config, tokens:np.ndarray) -> Iterator[tuple[int, np.ndarray, dict]]:
+  """A stream (B,T) read 256 tokens a call: the place of the first of them, their logits, the state."""
+  read_on, state = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state)), cast(Any, None)
+  for at in range(0, tokens.shape[1], 256):
+    x = Tensor(tokens[:, at:at + 256].copy())
+    logits, state = atlas.forward(params, cfg, x) if state is None else read_on(x, state)
+    state = {n: z.clone().realize() for n, z in state.items()}
+    yield at, logits.numpy(), state
+
+AFTER = 4096                                             # tokens of text behind what is hostile; the first 1,024 do not count
+
+def recovery(params:dict, cfg:atlas.Config, text:data.Text, tokens:int=16_384) -> np.ndarray:
+  """Bits per byte of a text from its 1,024th token on: with nothing before it; after `tokens` of each hostile kind; after as much of another text."""
+  def bits(rows):
+    found = []
+    for at, logits, _ in in_pieces(params, cfg, rows):
+      if not np.isfinite(logits).all(): return np.full(len(rows), math.nan)
+      if at < rows.shape[1] - AFTER + 1024: continue
+      x, z = rows[:, at + 1:at + 256, None], logits[:, :-1].astype(np.float64)
+      found.append((np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, x, -1)[..., 0]).mean(1))
+    return np.mean(found, axis=0) / math.log(2)
+  before, after = [*hostile(tokens, cfg.vocab), text.train[:tokens].astype(np.int32)], text.val[None, :AFTER].astype(np.int32)
+  return np.concatenate([bits(after), bits(np.concatenate([before, np.tile(after, (len(before), 1))], axis=1))])
+
+def streams(presets:tuple[str, ...]=("gated_deltanet", "swla", "titans", "dla", "omeganet", "atlas", "atlas++", "deltanet", "linear_attention",
+                                      "ttt"), trial:Trial=Trial("atlas", dict(dim=32, layers=1, heads=2))) -> dict:
+  """What each model, trained on short sequences, makes of text after a long stream of something else."""
+  heading("streams, bits per byte of text", trial)
+  columns = ("nothing before", "one byte", "a pattern", "noise", "in turn", "text")
+  print(f"{'':18s}" + "".join(f"{name:>18s}" for name in columns) + f"{'minutes':>9s}")
+  found = {}
+  for name, row in zip(presets, all_trained([trial._replace(preset=name) for name in presets], measure=recovery)):
+    found[name] = row
+    print(f"{name:18s}" + "".join(f"{spread(x):>18s}" for x in row.scores.T) + f"{row.minutes:9.1f}", flush=True)
+  return found
+
 EXPERIMENTS: dict[str, Callable[[], Any]] = {
-  f.__name__: f for f in (speed, recall, learnability, capacity, heatmap, text, ablation, window, mqar, niah, scaling)}
+  f.__name__: f for f in (speed, recall, learnability, capacity, heatmap, text, ablation, window, mqar, niah, scaling, streams)}
 
 if __name__ == "__main__":
   if len(sys.argv) != 2 or sys.argv[1] not in EXPERIMENTS:

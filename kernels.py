@@ -1141,7 +1141,7 @@ def takes_fused(cfg, x:Tensor) -> bool:
   return cfg.backend == "fused" or cfg.backend == "auto" and on_cpu(x.device)
 
 def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
-           state:dict[str, Tensor]|None=None, phase:int|None=None, toward:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
+           state:dict[str, Tensor]|None=None, phase:int|None=None, *, toward:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
   """Reads a stretch of the stream: updates the memory at every token, then reads it (Eq. 9, 10, 15, 16, 32, 33).
 
   q, k (B,H,T,key_dim); v, y (B,H,T,value_dim); alpha, theta, eta (B,H,T), final; gamma (B,H,T,window), gamma[...,j] gates token t-j.

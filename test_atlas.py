@@ -73,7 +73,7 @@ def muon(S, steps):
   for _ in range(steps): X = 3.4445 * X + (-4.7750 * X @ X.T + 2.0315 * X @ X.T @ X @ X.T) @ X
   return X
 
-def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma, toward=None):
+def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma, *, toward=None):
   """Section 2 of the method, literally: weights (out,in), q, k (T,key_dim), v (T,value_dim), gates (T,), gamma (T,window) -> y (T,value_dim).
   toward: weights that forgetting leads to, in place of zeros."""
   a = weights.get("a")
@@ -114,7 +114,7 @@ def by_oracle(cfg, W, x, toward=None):
       keys, coefs = weights.pop("anchor_k"), weights.pop("anchor_u")
       weights["W" if cfg.memory == "linear" else "W2"] = Expansion(coefs.shape[1], zip(coefs, keys))
     return weights
-  def head(b, h): return oracle(cfg, of_head(W, h), *[x[n][b, h] for n in NAMES], of_head(toward, h) if toward else None)
+  def head(b, h): return oracle(cfg, of_head(W, h), *[x[n][b, h] for n in NAMES], toward=of_head(toward, h) if toward else None)
   return np.stack([np.stack([head(b, h) for h in range(H)]) for b in range(B)])
 
 def elsewhere(cfg, W, **sizes):
@@ -676,28 +676,14 @@ def test_matmul_is_the_product_and_so_are_its_gradients(G, R, K, C):
 
 # *** 7. stress ***
 
-def hostile(tokens, vocab):
-  """Four rows: one token repeated, a short pattern repeated, noise, and blocks of noise and of one token in turn."""
-  noise, place = np.random.default_rng(0).integers(0, vocab, tokens), np.arange(tokens)
-  return np.stack([np.full(tokens, 7), place % 5, noise, np.where(place // 512 % 2, 7, noise)]).astype(np.int32)
-
-def in_pieces(cfg, params, stream, state=None):
-  """What the model makes of a stream (B,T), 256 tokens a call: logits, state."""
-  read_on = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
-  for i in range(0, stream.shape[1], 256):
-    x = Tensor(stream[:, i:i + 256].copy())
-    logits, state = atlas.forward(params, cfg, x) if state is None else read_on(x, state)
-    state = {n: z.clone().realize() for n, z in state.items()}
-    yield logits.numpy(), state
-
 def check_stress(name, tokens):
   cfg = small(name, chunk=32, muon_every=4, **windows(name, 64))
-  params, stream = atlas.init(cfg), hostile(tokens, cfg.vocab)
+  params, stream = atlas.init(cfg), experiments.hostile(tokens, cfg.vocab)
   if cfg.mixer == "attention" and not cfg.attn_window: return check_whole(cfg, params, [row[None] for row in stream])
   if cfg.features == "exp": return check_whole(cfg, params, [stream])
-  for i, (logits, state) in enumerate(in_pieces(cfg, params, stream)):
-    if i == 16: resident = resident_mb()
-    assert np.isfinite(logits).all(), f"not finite within {256 * (i + 1)} tokens"
+  for at, logits, state in experiments.in_pieces(params, cfg, stream):
+    if at == 4096: resident = resident_mb()
+    assert np.isfinite(logits).all(), f"not finite within {at + 256} tokens"
   largest = max([float(np.abs(z.numpy()).max()) for n, z in state.items() if "M." in n], default=0.0)
   # nothing forgets in a sum of v k^T: it grows with the stream, by eta at most
   assert largest < 10 + (tokens * atlas.INIT.eta_dot / cfg.chunk if cfg.loss == "dot" and not cfg.forget else 0)
@@ -720,26 +706,12 @@ def test_very_long_hostile_streams_stay_finite(name): check_stress(name, 65536)
 @slow
 @pytest.mark.parametrize("name", [name for name in PRESETS if atlas.room(small(name), LONG) is None])
 def test_a_trained_model_stays_finite_and_what_forgets_recovers(name):
-  """64K tokens of each hostile kind, and of text; then another text: after 1,024 tokens of it, the loss is that after text, to 5%."""
-  cfg, text = small(name, vocab=256, dim=32, key_dim=16, value_dim=16, chunk=32, muon_every=4, **windows(name, 64)), data.load("python", 256, 128)
-  params = atlas.init(cfg)
-  optimizer = train.optimizer_for(get_state_dict(params), 0.1)
-  step, tokens, more = train.training_step(params, cfg, optimizer, 1.0), 65_536, 4096
-  with Context(TRAINING=1):
-    for i in range(200):
-      train.set_rate(optimizer, train.rate(train.Run(), i))
-      step(*map(Tensor, data.batch(text.train, 4, 128, 0, i)))
-  rows = np.concatenate([hostile(tokens, 256), text.train[None, :tokens].astype(np.int32)])
-  rows = np.concatenate([rows, np.tile(text.val[:more].astype(np.int32), (len(rows), 1))], axis=1)
-  losses = []
-  for i, (logits, state) in enumerate(in_pieces(cfg, params, rows)):
-    assert np.isfinite(logits).all(), f"not finite within {256 * (i + 1)} tokens"
-    if 256 * i < tokens + 1024: continue
-    x, z = rows[:, 256 * i + 1:256 * (i + 1)], logits[:, :-1].astype(np.float64)
-    losses.append((np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, x[..., None], -1)[..., 0]).mean(1))
-  *ours, normal = np.mean(losses, axis=0)
-  if cfg.forget or cfg.mixer == "attention": assert max(ours) < 1.05 * normal, (ours, normal)
-  print(f"{name}: {max(ours) / normal - 1:+.1%} of {normal / math.log(2):.2f} bits", file=sys.stderr)
+  """64K tokens of each hostile kind, and of text; then another text: from its 1,024th token on, the loss is that with nothing before it, to 5%."""
+  wanted = experiments.Trial(name, dict(dim=32, layers=1, heads=2) | windows(name, 64), seeds=(0,))
+  normal, *ours = experiments.trained(wanted, measure=functools.partial(experiments.recovery, tokens=65_536)).scores[0]
+  print(f"{name}: {max(ours) / normal - 1:+.1%} of {normal:.2f} bits", file=sys.stderr)
+  assert np.isfinite(ours).all()
+  if atlas.preset(name).forget or atlas.preset(name).mixer == "attention": assert max(ours) < 1.05 * normal, (ours, normal)
 
 # *** 8. other devices: pytest -m devices ***
 
@@ -1716,16 +1688,17 @@ def test_a_trial_is_the_best_rate_of_the_first_seed_and_each_seed_is_that_traini
     assert found.rate == 0.05 and train.main(run) == 0 and float(rows(tmp_path / "o")[-1][3]) == pytest.approx(found.scores[1, 0], abs=1e-5)
 
 @pytest.mark.parametrize("name,rows,columns", [
-  ("text", 6, 4), ("ablation", 8, 2), ("window", 5, 2), ("mqar", 13, 5), ("niah", 5, 5), ("scaling", 9, 1)])
+  ("text", 6, 4), ("ablation", 8, 2), ("window", 5, 2), ("mqar", 13, 5), ("niah", 5, 5), ("scaling", 9, 1),
+  ("streams", 10, 6)])
 def test_an_experiment_prints_a_row_for_every_model_that_it_trains(name, rows, columns, capsys, monkeypatch, tmp_path):
   """The training itself replaced: every configuration and task is made, and every score is in the table."""
   scores = itertools.count(101)
-  def made(trials, variants=[{}]):
+  def made(trials, variants=[{}], measure=None):
     for trial in trials:
       task = data.task(trial.task) if trial.task else None
       cfg = atlas.preset(trial.preset, **{"vocab": task.vocab if task else 256} | trial.fields)
       assert not task or all(task.batch(1, 0, 0, **other)[0].size for other in variants)
-      found = np.array([[next(scores) / 1000 for _ in variants] for _ in trial.seeds])
+      found = np.array([[next(scores) / 1000 for _ in (range(6) if measure else variants)] for _ in trial.seeds])
       yield experiments.Found(found, 0.01, 7, atlas.parts(cfg)["total"], 2.0, 0.1)
   monkeypatch.setattr(experiments, "all_trained", made)
   monkeypatch.chdir(tmp_path)
@@ -1733,6 +1706,17 @@ def test_an_experiment_prints_a_row_for_every_model_that_it_trains(name, rows, c
   shown = [line for line in capsys.readouterr().out.splitlines() if re.search(r"0\.\d{3}( |$)", line) and "rates" not in line]
   assert len(shown) == rows
   for line in shown: assert len(re.findall(r"\b0\.\d{3}\b", re.sub(r" \+- 0\.\d+|0\.010", "", line))) == columns, line
+
+def test_what_is_measured_after_a_hostile_stream_is_the_loss_of_the_text_there(monkeypatch):
+  monkeypatch.setattr(experiments, "AFTER", 1280)
+  cfg, text = small("linear_attention", vocab=256, chunk=1), data.load("python", 256, 128)             # which lets nothing go
+  params, after = atlas.init(cfg), text.val[:1280].astype(np.int32)
+  found = experiments.recovery(params, cfg, text, tokens=1024)
+  for got, before in zip(found, ([], *experiments.hostile(1024, 256), text.train[:1024])):
+    whole = np.concatenate([np.asarray(before, np.int32), after])[None]
+    losses = atlas.token_losses(atlas.forward(params, cfg, Tensor(whole[:, :-1].copy()))[0], Tensor(whole[:, 1:].copy())).numpy()
+    assert got == pytest.approx(losses[0, len(before) + 1024:].mean() / math.log(2), abs=1e-5)
+  assert len(found) == 6 and np.diff(np.sort(found)).min() > 1e-4, found
 
 def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
   monkeypatch.setattr(experiments, "LAYERS", {"small": experiments.Layer(dict(window=2, chunk=4), 2, 4, 4, 1, 12, True)})
