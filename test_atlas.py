@@ -1707,6 +1707,11 @@ def test_an_experiment_prints_a_row_for_every_model_that_it_trains(name, rows, c
   assert len(shown) == rows
   for line in shown: assert len(re.findall(r"\b0\.\d{3}\b", re.sub(r" \+- 0\.\d+|0\.010", "", line))) == columns, line
 
+def test_an_interrupt_before_the_run_ends_it_in_one_line(monkeypatch, capsys):
+  def interrupted(*_): raise KeyboardInterrupt
+  monkeypatch.setattr(train, "resolve", interrupted)
+  assert train.main([]) == 1 and last_error(capsys) == "stopped at once"
+
 def test_what_is_measured_after_a_hostile_stream_is_the_loss_of_the_text_there(monkeypatch):
   monkeypatch.setattr(experiments, "AFTER", 1280)
   cfg, text = small("linear_attention", vocab=256, chunk=1), data.load("python", 256, 128)             # which lets nothing go

@@ -932,47 +932,44 @@ def said(e:Exception) -> str:
   if isinstance(e, MemoryError): text = "there is not enough memory: take a smaller batch, length or model"
   return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
+def perform(job:Job, own:dict, model:dict) -> int:
+  """What the command line asks for, once it is known to be sound.  Returns the exit code."""
+  run, cfg = job.run, job.cfg
+  if run.mode == "params": show_params(own, model)
+  if run.mode == "train": describe(run, cfg, job.source)
+  if run.mode == "params" or run.steps == 0: return 0
+  if run.mode in ("bench", "plot"):
+    bench(run, model) if run.mode == "bench" else plot(Path(run.out))
+    return 0
+  params = job.params or atlas.filled(layout(run, cfg), run.seed)
+  if run.mode == "train" and job.source:
+    with Stop() as stop, run_folder(Path(run.out), not job.start): return train(run, cfg, job.source, params, job.start, job.check_band, stop)
+  assert job.start is not None
+  if run.mode == "export": export(Path(run.out), cfg, params, job.start)
+  elif job.lines: evaluate_lines(run, cfg, params, *job.lines)
+  elif isinstance(job.source, data.Task):
+    table(scorer(params, cfg, job.source, run.batch, run.seed), job.source, run.tokens or VALIDATION_TOKENS)
+  elif job.source: evaluate(run, cfg, params, job.source, job.start.path)
+  else: sample(run, cfg, params, job.start.meta["text"]["is_bytes"])
+  return 0
+
 def main(argv:list[str]) -> int:
-  """Runs a command line in this process.  Exit code: 0 done, 1 loss not finite or band missed, 2 the user's input."""
+  """Runs a command line in this process.  Exit code: 0 done, 1 stopped, disk full, loss not finite or band missed, 2 the user's input."""
   if {"--help", "-h", "help"} & set(argv):
     print(usage())
     return 0
+  job:Job|None = None
   try:
     own, model = parse(argv)
     job = resolve(own, model)
-    run, cfg = job.run, job.cfg
-    if run.mode == "params": show_params(own, model)
+    return perform(job, own, model)
   except (ValueError, OSError, MemoryError) as e:
+    asked = job is None or job.run.mode == "params" or isinstance(e, Taken)              # Taken: by a run that began at the same moment
+    if isinstance(e, ValueError) and not asked: raise    # a fault of ours
     print("error:", said(e), file=sys.stderr)
-    return 2
-  if run.mode == "train": describe(run, cfg, job.source)
-  if run.mode == "params" or run.steps == 0: return 0
-  try:
-    if run.mode == "bench":
-      bench(run, model)
-      return 0
-    if run.mode == "plot":
-      plot(Path(run.out))
-      return 0
-    params = job.params or atlas.filled(layout(run, cfg), run.seed)
-    if run.mode == "train" and job.source:
-      with Stop() as stop, run_folder(Path(run.out), not job.start): return train(run, cfg, job.source, params, job.start, job.check_band, stop)
-    assert job.start is not None
-    if run.mode == "export": export(Path(run.out), cfg, params, job.start)
-    elif job.lines: evaluate_lines(run, cfg, params, *job.lines)
-    elif isinstance(job.source, data.Task):
-      table(scorer(params, cfg, job.source, run.batch, run.seed), job.source, run.tokens or VALIDATION_TOKENS)
-    elif job.source: evaluate(run, cfg, params, job.source, job.start.path)
-    else: sample(run, cfg, params, job.start.meta["text"]["is_bytes"])
-  except Taken as e:                                     # by a run that began at the same moment
-    print("error:", said(e), file=sys.stderr)
-    return 2
-  except (OSError, MemoryError) as e:                    # a full disk, a folder taken away
-    print("error:", said(e), file=sys.stderr)
-    return 1
+    return 2 if asked else 1
   except KeyboardInterrupt:
-    print("\nstopped at once" + (": resume=1 continues from the newest checkpoint" if run.mode == "train" else ""), file=sys.stderr)
+    print("\nstopped at once" + (": resume=1 continues from the newest checkpoint" if job and job.run.mode == "train" else ""), file=sys.stderr)
     return 1
-  return 0
 
 if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
