@@ -538,7 +538,7 @@ def mac_by_definition(p, cfg, x):
     """M(query) after the tokens `past`."""
     if not len(past): return recall(cfg, weights[h], query, query)
     q, *rest = inputs(past, h)
-    return oracle(cfg, weights[h], np.concatenate([q[:-1], query[None]]), *rest)[-1]
+    return oracle(cfg, weights[h], np.concatenate([q[:-1], query[None]]), *rest, toward=weights[h])[-1]
   for start in range(0, len(x), w):
     xs, before = x[start:start + w], np.array(ys)
     queries = unit(heads(xs @ p["attention.read_q"].T))
@@ -553,7 +553,7 @@ def mac_by_definition(p, cfg, x):
         y.append(np.exp(scores) @ np.concatenate([pv[:, h], hv[:i + 1, h], xv[:i + 1, h]]) / np.exp(scores).sum())
       ys.append(norm(p["attention.out"] @ np.concatenate(y)) * p["attention.norm"])
   stored = np.array(ys)
-  m = [answer(oracle(cfg, weights[h], *given), given[0], "out") for h in range(H) for given in [inputs(stored, h)]]
+  m = [answer(oracle(cfg, weights[h], *given, toward=weights[h]), given[0], "out") for h in range(H) for given in [inputs(stored, h)]]
   return stored * ((np.concatenate(m, axis=1) * silu(stored @ p["out_gate"].T + p["out_gate_bias"])) @ p["out"].T)
 
 @pytest.mark.parametrize("persist", [2, 0])
@@ -1452,7 +1452,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 # *** 11. runs that can be trusted ***
 
 TEN = [*TINY, "preset=titans", "steps=10", "batch=2", "length=16", "eval_every=5", "tokens=1", "warmup=2", "lr=0.01", "save_every=2"]
-FIRST = [5.842412, 6.285869, 6.048682, 6.173052, 5.734958, 5.480784, 5.535793, 5.401351, 5.312453, 5.672167]    # losses
+FIRST = [5.843181, 6.285585, 6.044867, 6.170926, 5.733029, 5.481681, 5.537999, 5.393571, 5.312129, 5.672997]    # losses
 
 together = pytest.mark.xdist_group("ten")               # in one process, which compiles it once
 
