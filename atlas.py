@@ -52,7 +52,8 @@ class Config:
   anchors: int = 16           # exp: learned pairs of key and coefficient that stand for the first layer's initial value
   loss: str = "l2"            # attentional bias: l2 (delta rule) | dot (Hebbian)
   window: int = 1             # c: tokens in each step's loss
-  forget: bool = False        # forget gate alpha (else 1)
+  forget: bool = False        # forget gate alpha (else 1 up to the horizon)
+  horizon: int = 256          # without a forget gate: tokens that are kept whole; older ones then fade, alpha = 1 - 1/horizon
   momentum: bool = False      # momentum theta
   optimizer: str = "gd"       # memory's step: gd | muon (Newton-Schulz of the momentum)
   ns_steps: int = 5           # Newton-Schulz iterations
@@ -162,8 +163,8 @@ class Init:
                               # |phi|^2 |W1 gelu'|^2 + |h|^2, starts near 2; 10 would do
   eta_dot: float = 0.5        # the Hebbian rule has no fixed point.  linear: over chunk, and it grows with the stream at most linearly.  mlp, gated:
                               # times 1 - alpha, as each matrix grows in proportion to the other, by at most 2 eta a token, and forgetting must
-                              # outrun it; without forgetting over chunk + position, where constant steps would let both grow exponentially and
-                              # these let them grow as a power of the position
+                              # outrun it; without a forget gate over chunk + position, where constant steps would let both grow exponentially
+                              # and these let them grow as a power of the position, up to the horizon, from where on that fading outruns them
   # features=exp: keys and queries have the squared length scale_bound * sigmoid(scale), and eta is divided by exp of it, the kernel's largest value
   scale: float = 1.0          # at the start: a kernel between 1/e and e, which tells keys apart and is nearly linear still
   scale_bound: float = 4.0    # a kernel between exp(-4) and exp(4): as sharp as attention, and far from float32's end
@@ -175,7 +176,8 @@ def eta_bound(cfg:Config, alpha:Tensor, position:Tensor|int=0) -> Tensor|float:
   if cfg.optimizer == "muon": return INIT.eta_muon
   if cfg.loss == "l2": return INIT.eta_l2 / cfg.chunk
   if cfg.memory == "linear": return INIT.eta_dot / cfg.chunk
-  return INIT.eta_dot * (1 - alpha) if cfg.forget else INIT.eta_dot / (cfg.chunk + position + Tensor.arange(alpha.shape[2]))
+  if cfg.forget: return INIT.eta_dot * (1 - alpha)
+  return INIT.eta_dot / (cfg.chunk + (position + Tensor.arange(alpha.shape[2])).minimum(cfg.horizon))
 
 def memory_shapes(cfg:Config) -> dict[str, tuple[int, int, int]]:
   """The matrices of one block's memory, (heads, out, in); exp: with anchors (heads, number, size) in place of the first layer."""
@@ -321,9 +323,12 @@ def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=N
 
   gates = (linear(cfg, x, p["gates"]) + p["gate_bias"]).sigmoid().transpose(1, 2).contiguous()                        # (B,gates,T)
   gate = dict(zip(gate_sizes(cfg), gates.split(list(gate_sizes(cfg).values()), dim=1)))
-  one = Tensor.ones(B, H, T, device=x.device)
+  one, position = Tensor.ones(B, H, T, device=x.device), 0 if state is None else state["position"]
   alpha, theta = gate.get("alpha", one), gate.get("theta", one)
-  eta = gate["eta"] * eta_bound(cfg, alpha, 0 if state is None else state["position"])
+  # differs from the paper: without a forget gate what is older than the horizon fades, or what a long stream has left would drown what comes then
+  fades = cfg.forget or state is not None or T > cfg.horizon                     # else no token is that old
+  if fades and not cfg.forget: alpha = (position + Tensor.arange(T) < cfg.horizon).where(one, 1 - 1 / cfg.horizon).contiguous()
+  eta = gate["eta"] * eta_bound(cfg, alpha, position)
   gamma = gate["gamma"].reshape(B, H, cfg.window, T).transpose(2, 3) / cfg.window                                # (B,H,T,window)
   # differs from the paper: S averages gradients instead of summing them, because a learned theta near 1 would lift eta's bound without end
   if cfg.momentum: gamma = gamma * (1 - theta).unsqueeze(-1)
@@ -333,7 +338,7 @@ def memory_heads(p:dict, cfg:Config, x:Tensor, state:dict|None, phase:int|None=N
   if has_residual(cfg) and cfg.loss == "l2": v = v + k   # so that the memory's own layers store v, as they do without [x +] (see answer)
   # differs from the paper: forgetting leads back to M_0, not to zero, where a deep memory has no gradient and would be dead for good
   weights = memory_weights(p, cfg)
-  y, memory = kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state, phase, toward=weights if cfg.forget else None)
+  y, memory = kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state, phase, toward=weights if fades else None)
   y = answer(cfg, y, q, p["out_norm"], p.get("out_skip")) * (linear(cfg, x, p["out_gate"]) + p["out_gate_bias"]).silu()
   return y, after | {n: s for n, s in memory.items() if n != "position"}, eta.mean()
 
@@ -535,12 +540,15 @@ def forward(params:dict, cfg:Config, tokens:Tensor, state:dict[str, Tensor]|None
   x, after, _ = hidden(params, cfg, tokens, state)
   return linear(cfg, x, params["embed"]).float(), after
 
+def growing(cfg:Config) -> list[tuple[str, int]]:
+  """The caches of a state that grow with the stream, of its first block: their names, and how many of their places no token takes."""
+  part, near = ("", "") if cfg.mixer in ("memory", "attention") else ("memory.", "attention.")
+  found = [(f"0.{near}k", 0)] if cfg.mixer in ("attention", "mag", "mal") and not cfg.attn_window else []
+  return found + ([(f"0.{part}keys", cfg.anchors)] if cfg.mixer != "attention" and cfg.features == "exp" else [])
+
 def room(cfg:Config, state:dict[str, Tensor]) -> int|None:
   """How many tokens in all the state has place for before a jitted step must be captured again; None: no end."""
-  part, near = ("", "") if cfg.mixer in ("memory", "attention") else ("memory.", "attention.")
-  rooms = [state[f"0.{near}k"].shape[2]] if cfg.mixer in ("attention", "mag", "mal") and not cfg.attn_window else []
-  if cfg.mixer != "attention" and cfg.features == "exp": rooms.append(cast(int, state[f"0.{part}keys"].shape[2]) - cfg.anchors)
-  return cast(int, min(rooms)) if rooms else None
+  return min([cast(int, state[name].shape[2]) - taken for name, taken in growing(cfg)], default=None)
 
 def token_losses(logits:Tensor, targets:Tensor) -> Tensor:
   """Cross-entropy in nats of every target (B,T), 0 where it is -100."""

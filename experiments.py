@@ -429,7 +429,7 @@ def text(trial:Trial=Trial("atlas")) -> dict[str, Found]:
 # Heads of 8, and a short chunk: the bound of a gradient step is one over it
 SMALL = dict(dim=32, layers=1, heads=4, key_dim=8, value_dim=8, expand=1, chunk=4, muon_every=4)
 RECALL = Trial("atlas", SMALL, "mqar:vocab=256,length=128,pairs=32", 1200, 32, rates=(0.01, 0.02))
-NEEDLE = Trial("deltanet", dict(chunk=4), "niah:length=128", 1200, 16, rates=(0.01,))
+NEEDLE = Trial("deltanet", dict(chunk=4, horizon=2048), "niah:length=128", 1200, 16, rates=(0.01,))
 EASIER = RECALL._replace(task="mqar:vocab=128,length=64,pairs=16", steps=300, rates=(0.02,))
 
 def both(names:dict[str, tuple[str, dict]], text:Trial=Trial("atlas"), recall:Trial=EASIER) -> dict[str, tuple[Found, Found]]:
@@ -522,7 +522,11 @@ def hostile(tokens:int, vocab:int) -> np.ndarray:
   return np.stack([np.full(tokens, 7), place % 5, noise, np.where(place // 512 % 2, 7, noise)]).astype(np.int32)
 
 def in_pieces(params:dict, cfg:atlas.Config, tokens:np.ndarray) -> Iterator[tuple[int, np.ndarray, dict]]:
-  """A stream (B,T) read 256 tokens a call: the place of the first of them, their logits, the state."""
+  """A stream (B,T) read 256 tokens a call: the place of the first of them, their logits, the state.  Where the state grows with the stream a jit
+  cannot hold it: whole then, row by row, without the state."""
+  if atlas.growing(cfg):
+    yield 0, np.concatenate([atlas.forward(params, cfg, Tensor(row[None].copy()))[0].numpy() for row in tokens]), {}
+    return
   read_on, state = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state)), cast(Any, None)
   for at in range(0, tokens.shape[1], 256):
     x = Tensor(tokens[:, at:at + 256].copy())
@@ -533,20 +537,23 @@ def in_pieces(params:dict, cfg:atlas.Config, tokens:np.ndarray) -> Iterator[tupl
 AFTER = 4096                                             # tokens of text behind what is hostile; the first 1,024 do not count
 
 def recovery(params:dict, cfg:atlas.Config, text:data.Text, tokens:int=16_384) -> np.ndarray:
-  """Bits per byte of a text from its 1,024th token on: with nothing before it; after `tokens` of each hostile kind; after as much of another text."""
+  """Bits per byte of a text from its 1,024th token on: with nothing before it; after `tokens` of each hostile kind; after as much of another text.
+  At most 8,192 tokens where the cost is their square."""
+  if atlas.growing(cfg): tokens = min(tokens, 8192)
   def bits(rows):
     found = []
     for at, logits, _ in in_pieces(params, cfg, rows):
       if not np.isfinite(logits).all(): return np.full(len(rows), math.nan)
-      if at < rows.shape[1] - AFTER + 1024: continue
-      x, z = rows[:, at + 1:at + 256, None], logits[:, :-1].astype(np.float64)
-      found.append((np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, x, -1)[..., 0]).mean(1))
-    return np.mean(found, axis=0) / math.log(2)
+      skip = max(0, rows.shape[1] - AFTER + 1024 - at)
+      x, z = rows[:, at + skip + 1:at + logits.shape[1], None], logits[:, skip:-1].astype(np.float64)
+      found.append(np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, x, -1)[..., 0])
+    return np.concatenate(found, axis=1).mean(1) / math.log(2)
   before, after = [*hostile(tokens, cfg.vocab), text.train[:tokens].astype(np.int32)], text.val[None, :AFTER].astype(np.int32)
   return np.concatenate([bits(after), bits(np.concatenate([before, np.tile(after, (len(before), 1))], axis=1))])
 
-def streams(presets:tuple[str, ...]=("gated_deltanet", "swla", "titans", "dla", "omeganet", "atlas", "atlas++", "deltanet", "linear_attention",
-                                      "ttt"), trial:Trial=Trial("atlas", dict(dim=32, layers=1, heads=2))) -> dict:
+PURE = tuple(name for name in atlas.PRESETS if not name.endswith(("mag", "mal", "mac")))
+
+def streams(presets:tuple[str, ...]=PURE, trial:Trial=Trial("atlas", dict(dim=32, layers=1, heads=2))) -> dict:
   """What each model, trained on short sequences, makes of text after a long stream of something else."""
   heading("streams, bits per byte of text", trial)
   columns = ("nothing before", "one byte", "a pattern", "noise", "in turn", "text")

@@ -761,7 +761,8 @@ def resolve(own:dict, model:dict) -> Job:
   if task and run.mode == "train": run, model = dataclasses.replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
   found = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
   if run.mode == "bench": cfg = [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
-  elif not found: cfg = atlas.preset(run.preset, run.size, **model)           # with a checkpoint, its settings count
+  elif not found:                                        # with a checkpoint, its settings count
+    cfg = atlas.preset(run.preset, run.size, **{"horizon": max(atlas.Config.horizon, run.length)} | model)     # no less than it is trained on
   check_device()
   lines = data.json_lines(Path(os.path.expanduser(run.data)), run.skip_bad) if run.mode == "eval" and run.data.endswith(".jsonl") else None
   if "data" in own and reads and not lines and (found or run.mode == "eval"): data.read(run.data)       # its fault comes before the checkpoint's
@@ -799,7 +800,7 @@ def resolve(own:dict, model:dict) -> Job:
 def from_checkpoint(start:atlas.Saved, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
   path, cfg, made = start.path, atlas.config_of(start), start.meta["run"]
-  free = FREE if run.mode == "train" else FREE | {"data", "batch", "seed"} | ({"task", "length"} if run.task else set())
+  free = FREE if run.mode == "train" else FREE | {"data", "batch", "seed", "horizon"} | ({"task", "length"} if run.task else set())
   for key, x in (own | model).items():
     if key not in free and (was := (made | start.meta["config"]).get(key)) != x:
       raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={was}: leave {key} out, or train anew in another out")
