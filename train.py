@@ -583,10 +583,9 @@ def reader(params:dict, cfg:atlas.Config, step:Callable) -> Callable[[np.ndarray
   one by `step` (see token_step), so that memory does not grow with P; where caches grow, in one call, compiled anew for every length."""
   piece = math.lcm(cfg.chunk, cfg.attn_window if cfg.mixer == "mac" else 1)
   first, more = TinyJit(lambda x: atlas.forward(params, cfg, x)), TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
-  grows = cfg.features == "exp" or cfg.mixer in ("attention", "mag", "mal") and not cfg.attn_window
   def own(logits, state): return logits, {n: z.clone().realize() for n, z in state.items()}          # a jitted call may write over what it returned
   def read(x:np.ndarray) -> tuple[Tensor, dict]:
-    ends = [x.shape[1]] if grows else [*range(piece, x.shape[1] + 1, piece)] or [1]
+    ends = [x.shape[1]] if atlas.growing(cfg) else [*range(piece, x.shape[1] + 1, piece)] or [1]
     def part(at, to): return Tensor(np.ascontiguousarray(x[:, at:to], dtype=np.int32))
     logits, state = own(*(first(part(0, piece)) if ends[0] == piece else atlas.forward(params, cfg, part(0, ends[0]))))
     for at, to in zip(ends, ends[1:]): logits, state = own(*more(part(at, to), state))
