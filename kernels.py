@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, cast
 import numpy as np
-from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, codegen, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.jit import JitError
@@ -33,7 +33,7 @@ from tinygrad.function import function
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
 from tinygrad.tensor import transform_precompiled_call
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops, PatternMatcher
 
 # tinygrad's CPU device calls clang; the `cpu` extra puts one beside this Python, a folder that PATH holds only in an activated environment
 if "CC" not in os.environ and shutil.which("clang") is None and (clang := Path(sys.executable).parent / "clang").exists():
@@ -775,8 +775,10 @@ def on_cpu(device:Any) -> bool: return isinstance(device, str) and device.starts
 
 def _program(sink:UOp, args:list[str], device:str) -> tuple[list[str], UOp]:
   """A compiled kernel and the arguments that it uses.  Its code is kept, its thousands of operations are not: every pass over the graph would walk
-  them."""
-  program = to_program(sink, Device[device].renderer)
+  them.  The search for barriers around LOCAL memory is left out, for there is none: it walks all that is before each loop's end, for 40% of the time."""
+  search, codegen.pm_implicit_barriers = codegen.pm_implicit_barriers, PatternMatcher([])
+  try: program = to_program(sink, Device[device].renderer)
+  finally: codegen.pm_implicit_barriers = search
   place = {slot: n for n, slot in enumerate(program.arg.globals)}
   params = tuple(u.replace(arg=replace(u.arg, slot=place[u.arg.slot])) for u in program.src[1].src if u.op is Ops.PARAM)
   info = replace(program.arg, **{name: tuple(place[slot] for slot in getattr(program.arg, name)) for name in ("globals", "outs", "ins")})
