@@ -775,7 +775,7 @@ def on_cpu(device:Any) -> bool: return isinstance(device, str) and device.starts
 
 def _program(sink:UOp, args:list[str], device:str) -> tuple[list[str], UOp]:
   """A compiled kernel and the arguments that it uses.  Its code is kept, its thousands of operations are not: every pass over the graph would walk
-  them.  The search for barriers around LOCAL memory is left out, for there is none: it walks all that is before each loop's end, for 40% of the time."""
+  them.  The search for barriers around LOCAL memory is left out, for there is none: it walks all that is before each loop's end, 40% of the time."""
   search, codegen.pm_implicit_barriers = codegen.pm_implicit_barriers, PatternMatcher([])
   try: program = to_program(sink, Device[device].renderer)
   finally: codegen.pm_implicit_barriers = search
