@@ -30,6 +30,7 @@ from tinygrad.codegen import to_program
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.jit import JitError
 from tinygrad.function import function
+from tinygrad.helpers import disable_gc
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
 from tinygrad.tensor import transform_precompiled_call
@@ -773,6 +774,7 @@ class Kernel:
 
 def on_cpu(device:Any) -> bool: return isinstance(device, str) and device.startswith("CPU")              # a tuple: several devices
 
+@disable_gc()
 def _program(sink:UOp, args:list[str], device:str) -> tuple[list[str], UOp]:
   """A compiled kernel and the arguments that it uses.  Its code is kept, its thousands of operations are not: every pass over the graph would walk
   them.  The search for barriers around LOCAL memory is left out, for there is none: it walks all that is before each loop's end, 40% of the time."""

@@ -3,7 +3,7 @@
 python -m pytest -q test_atlas.py            the suite;  add -m slow for every combination and longer streams"""
 import os
 os.environ.setdefault("NOOPT", "1")                      # values matter here, not speed: kernels compile in half the time
-import csv, dataclasses, functools, importlib.util, inspect, itertools, json, math, re, resource, shlex, shutil, signal, subprocess, sys, time
+import csv, dataclasses, functools, gc, importlib.util, inspect, itertools, json, math, re, resource, shlex, shutil, signal, subprocess, sys, time
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -13,6 +13,8 @@ import kernels, atlas, data, experiments, train
 from tinygrad import Context, Device, GlobalCounters, Tensor, TinyJit, dtypes
 from tinygrad.device import Buffer
 from tinygrad.nn.state import get_state_dict, safe_load, safe_save
+
+gc.set_threshold(100_000, 20, 100)        # graphs are many objects that live long: gone through seldom, they are built in 80% of the time
 
 slow = pytest.mark.slow
 worst: dict[str, float] = {}
