@@ -551,17 +551,18 @@ def recovery(params:dict, cfg:atlas.Config, text:data.Text, tokens:int=16_384) -
   before, after = [*hostile(tokens, cfg.vocab), text.train[:tokens].astype(np.int32)], text.val[None, :AFTER].astype(np.int32)
   return np.concatenate([bits(after), bits(np.concatenate([before, np.tile(after, (len(before), 1))], axis=1))])
 
-PURE = tuple(name for name in atlas.PRESETS if not name.endswith(("mag", "mal", "mac")))
+STREAMS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in atlas.PRESETS if not name.endswith(("mag", "mal", "mac"))}
+STREAMS |= {f"{name}, no horizon": (name, dict(horizon=1 << 20)) for name in ("linear_attention", "deltanet", "ttt")}
 
-def streams(presets:tuple[str, ...]=PURE, trial:Trial=Trial("atlas", dict(dim=32, layers=1, heads=2))) -> dict:
-  """What each model, trained on short sequences, makes of text after a long stream of something else."""
+def streams(names:dict[str, tuple[str, dict]]=STREAMS, trial:Trial=Trial("atlas", dict(dim=32, layers=1, heads=2))) -> dict:
+  """What each (preset, fields), trained on short sequences, makes of text after a long stream of something else."""
   heading("streams, bits per byte of text", trial)
   columns = ("nothing before", "one byte", "a pattern", "noise", "in turn", "text")
-  print(f"{'':18s}" + "".join(f"{name:>18s}" for name in columns) + f"{'minutes':>9s}")
-  found = {}
-  for name, row in zip(presets, all_trained([trial._replace(preset=name) for name in presets], measure=recovery)):
+  print(f"{'':30s}" + "".join(f"{name:>18s}" for name in columns) + f"{'minutes':>9s}")
+  found, trials = {}, [trial._replace(preset=name, fields=trial.fields | more) for name, more in names.values()]
+  for name, row in zip(names, all_trained(trials, measure=recovery)):
     found[name] = row
-    print(f"{name:18s}" + "".join(f"{spread(x):>18s}" for x in row.scores.T) + f"{row.minutes:9.1f}", flush=True)
+    print(f"{name:30s}" + "".join(f"{spread(x):>18s}" for x in row.scores.T) + f"{row.minutes:9.1f}", flush=True)
   return found
 
 EXPERIMENTS: dict[str, Callable[[], Any]] = {

@@ -1701,7 +1701,7 @@ def test_a_trial_is_the_best_rate_of_the_first_seed_and_each_seed_is_that_traini
 
 @pytest.mark.parametrize("name,rows,columns", [
   ("text", 6, 4), ("ablation", 8, 2), ("window", 5, 2), ("mqar", 13, 5), ("niah", 5, 5), ("scaling", 9, 1),
-  ("streams", 15, 6)])
+  ("streams", 18, 6)])
 def test_an_experiment_prints_a_row_for_every_model_that_it_trains(name, rows, columns, capsys, monkeypatch, tmp_path):
   """The training itself replaced: every configuration and task is made, and every score is in the table."""
   scores = itertools.count(101)
