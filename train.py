@@ -761,7 +761,8 @@ def resolve(own:dict, model:dict) -> Job:
   found = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
   if run.mode == "bench": cfg = [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
   elif not found:                                        # with a checkpoint, its settings count
-    cfg = atlas.preset(run.preset, run.size, **{"horizon": max(atlas.Config.horizon, run.length)} | model)     # no less than it is trained on
+    within = {"horizon": min(max(atlas.Config.horizon, run.length), 1 << 20)}                     # what it is trained on
+    cfg = atlas.preset(run.preset, run.size, **within | model)
   check_device()
   lines = data.json_lines(Path(os.path.expanduser(run.data)), run.skip_bad) if run.mode == "eval" and run.data.endswith(".jsonl") else None
   if "data" in own and reads and not lines and (found or run.mode == "eval"): data.read(run.data)       # its fault comes before the checkpoint's
