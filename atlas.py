@@ -53,7 +53,7 @@ class Config:
   loss: str = "l2"            # attentional bias: l2 (delta rule) | dot (Hebbian)
   window: int = 1             # c: tokens in each step's loss
   forget: bool = False        # forget gate alpha (else 1 up to the horizon)
-  horizon: int = 128          # without a forget gate: tokens that are kept whole; older ones then fade, alpha = 1 - 1/horizon
+  horizon: int = 128          # no forget gate: tokens kept whole (in training at least its length); older ones fade, alpha = 1 - 1/horizon
   momentum: bool = False      # momentum theta
   optimizer: str = "gd"       # memory's step: gd | muon (Newton-Schulz of the momentum)
   ns_steps: int = 5           # Newton-Schulz iterations
