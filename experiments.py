@@ -523,9 +523,10 @@ def hostile(tokens:int, vocab:int) -> np.ndarray:
 
 def in_pieces(params:dict, cfg:atlas.Config, tokens:np.ndarray) -> Iterator[tuple[int, np.ndarray, dict]]:
   """A stream (B,T) read 256 tokens a call: the place of the first of them, their logits, the state.  Where the state grows with the stream a jit
-  cannot hold it: whole then, row by row, without the state."""
-  if atlas.growing(cfg):
-    yield 0, np.concatenate([atlas.forward(params, cfg, Tensor(row[None].copy()))[0].numpy() for row in tokens]), {}
+  cannot hold it: whole then, without the state."""
+  if atlas.growing(cfg):                                 # attention row by row, whose scores are the square of a row
+    rows = [tokens] if cfg.mixer == "memory" else [row[None] for row in tokens]
+    yield 0, np.concatenate([atlas.forward(params, cfg, Tensor(row.copy()))[0].numpy() for row in rows]), {}
     return
   read_on, state = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state)), cast(Any, None)
   for at in range(0, tokens.shape[1], 256):
