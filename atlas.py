@@ -161,7 +161,7 @@ class Init:
   # Bounds of eta, with |k| = 1, |v| < 1 and S an average of gradients.
   eta_l2: float = 0.2         # over chunk: b equal keys apply one stale gradient b times, stable while eta b lambda < 2; lambda, about
                               # |phi|^2 |W1 gelu'|^2 + |h|^2, starts near 2; 10 would do
-  eta_dot: float = 0.5        # the Hebbian rule has no fixed point.  linear: over chunk, and it grows with the stream at most linearly.  mlp, gated:
+  eta_dot: float = 0.5        # the Hebbian rule has no fixed point.  linear: over chunk, it grows linearly at most, up to the horizon.  mlp, gated:
                               # times 1 - alpha, as each matrix grows in proportion to the other, by at most 2 eta a token, and forgetting must
                               # outrun it; without a forget gate over chunk + position, where constant steps would let both grow exponentially
                               # and these let them grow as a power of the position, up to the horizon, from where on that fading outruns them

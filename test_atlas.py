@@ -464,9 +464,9 @@ def test_a_jitted_call_of_whole_chunks_streams_and_one_that_starts_inside_a_chun
     state["position"] = Tensor(51).clone()
     assert np.isnan(step(Tensor(tokens[:, :8].copy()), state)[0].numpy()).all()
 
-@pytest.mark.parametrize("name,fields", [("transformer++", {}), ("swdt", dict(memory="linear"))])
-def test_a_full_cache_doubles_and_a_jit_past_its_end_says_so(name, fields):
-  cfg = small(name, **fields)
+@pytest.mark.parametrize("name", ["transformer++", "swdt"])
+def test_a_full_cache_doubles_and_a_jit_past_its_end_says_so(name):
+  cfg = small(name)
   params, tokens = atlas.init(cfg), np.random.default_rng(0).integers(0, 16, (1, 70)).astype(np.int32)
   whole = atlas.forward(params, cfg, Tensor(tokens))[0].numpy()
   _, state = atlas.forward(params, cfg, Tensor(tokens[:, :30].copy()))
@@ -1324,16 +1324,13 @@ def test_the_step_cache_changes_nothing_and_a_damaged_or_foreign_entry_is_made_a
   second, hit = weights("b")
   assert hit and same(second)
   assert not weights("c", "cache=0")[1] and not weights("d", "lr=0.01", "clip=0.5")[1]
-  key = entries[0].stem
-  for bad in (good[:1000], b"x" * 64 + good[64:], good[:-1] + bytes([good[-1] ^ 1])):
+  for bad in (good[:1000], good[:-1] + bytes([good[-1] ^ 1]), b"x" * 64 + good[64:]):
     entries[0].write_bytes(bad)
-    assert train.cached_step(key) is None
-  third, hit = weights("e")
-  assert not hit and same(third) and entries[0].read_bytes() != bad
+    third, hit = weights("e")
+    assert not hit and same(third) and entries[0].read_bytes() != bad
   entries[0].write_bytes(good)
-  assert train.cached_step(key) is not None
   entries[0].chmod(0o666)
-  assert train.cached_step(key) is None                  # others may write it: not trusted
+  assert not weights("f")[1]                             # others may write it: not trusted
   parts, again = weights("g", "accum=2"), weights("h", "accum=2")
   assert not parts[1] and again[1] and all(parts[0][n].numpy().tobytes() == again[0][n].numpy().tobytes() for n in first)
 
