@@ -17,14 +17,13 @@ Glossary                 shape                    paper    meaning
 A model is four choices: memory architecture, features, loss, learning rule.  PRESETS is the table of all of them.
 """
 from __future__ import annotations
-import dataclasses, difflib, functools, hashlib, itertools, json, math, os
+import dataclasses, difflib, functools, math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import cast
 import numpy as np
 from tinygrad import Tensor, dtypes
-from tinygrad.nn.state import inverse_safe_dtypes, safe_load
-import kernels
+import data, kernels
 
 # *** settings ***
 
@@ -562,58 +561,11 @@ def loss(params:dict, cfg:Config, tokens:Tensor, targets:Tensor) -> Tensor:
   """Mean cross-entropy in nats of targets (B,T) after tokens (B,T), -100 where none is asked for."""
   return cross_entropy(forward(params, cfg, tokens)[0], targets)
 
-# *** weights in files: safetensors, with settings and a checksum of the whole file in the metadata ***
+# *** weights in files ***
 
-FORMAT, UNSIGNED = "atlas-2", "0" * 64
+save = data.save_file          # tensors and settings in a safetensors file, which `load` reads
 
-class Saved(NamedTuple):
-  """A file that was found whole: its metadata, and its tensors, which stay on disk until they are used."""
-  path: Path
-  meta: dict[str, Any]
-  tensors: dict[str, Tensor]
-
-def save(path:Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> None:
-  """Writes a file under a temporary name, syncs, renames: whole or not at all.  OSError where there is no room.
-  The checksum is that of the file with zeros in its place.  (Not tinygrad's safe_save: a full disk is a signal to its memory map, not an error.)"""
-  header, at = cast(dict[str, dict], {"__metadata__": {"format": FORMAT, "sha256": UNSIGNED} | {n: json.dumps(x) for n, x in meta.items()}}), 0
-  for name, t in tensors.items():
-    header[name] = {"dtype": inverse_safe_dtypes[t.dtype], "shape": list(t.shape), "data_offsets": [at, at := at + t.nbytes()]}
-  text = json.dumps(header).encode()
-  text += b" " * (-len(text) % 8)
-  temporary, checksum = path.with_suffix(".tmp"), hashlib.sha256()
-  try:
-    with temporary.open("wb") as file:
-      for part in itertools.chain((len(text).to_bytes(8, "little"), text), (t.numpy().tobytes() for t in tensors.values())):
-        file.write(part)
-        checksum.update(part)
-      file.seek(8 + text.index(UNSIGNED.encode()))
-      file.write(checksum.hexdigest().encode())
-      file.flush()
-      os.fsync(file.fileno())
-    temporary.replace(path)
-  except BaseException:
-    temporary.unlink(missing_ok=True)
-    raise
-
-def read(path:Path) -> Saved:
-  """What `save` wrote.  Nothing in the file is executed.  ValueError for anything else, and for a file that is not whole to the last bit."""
-  foreign = f"{path} is not a checkpoint of this project, or is damaged: move it away or name another"
-  try:
-    with path.open("rb") as file:
-      size = file.read(8)
-      text = file.read(min(int.from_bytes(size, "little"), path.stat().st_size))
-      meta = json.loads(text)["__metadata__"]
-      version, said = meta.pop("format"), meta.pop("sha256", "")
-      checksum = hashlib.sha256(size + text.replace(said.encode(), UNSIGNED.encode(), 1))
-      while part := file.read(1 << 24): checksum.update(part)
-    if version == FORMAT and checksum.hexdigest() == said: return Saved(path, {n: json.loads(x) for n, x in meta.items()}, safe_load(path))
-  except OSError as e: raise ValueError(f"{path} cannot be read ({e.strerror}): name another") from None
-  except Exception: raise ValueError(foreign) from None                        # whatever a foreign file holds, the user needs the same advice
-  if version == FORMAT: raise ValueError(f"{path} is damaged, its checksum does not match: move it away or name another")
-  if not str(version).startswith("atlas-"): raise ValueError(foreign)
-  raise ValueError(f"{path} has the format {version}, and this version reads {FORMAT}: use the version that wrote it")
-
-def weights_of(saved:Saved, table:dict) -> dict:
+def weights_of(saved:data.Saved, table:dict) -> dict:
   """The slow weights of a checkpoint or an exported file, as `init` makes them.  ValueError where they are not those of the table (see layout)."""
   found = {n.removeprefix("weights."): t for n, t in saved.tensors.items() if not n.startswith("adam.")}
   if extra := {n for n in found if not n.startswith("decoder.")} - table.keys():
@@ -624,11 +576,11 @@ def weights_of(saved:Saved, table:dict) -> dict:
       raise ValueError(f"{saved.path}: {name} has shape {found[name].shape}, the settings ask for {shape}: give the settings it was made with")
   return unflatten({n: Tensor(found[n].numpy()).realize() for n in table})
 
-def config_of(saved:Saved) -> Config:
+def config_of(saved:data.Saved) -> Config:
   try: return Config(**saved.meta["config"])
   except (TypeError, KeyError): raise ValueError(f"{saved.path} has settings that this version does not know: use the version that made it") from None
 
 def load(path:str|Path) -> tuple[Config, dict]:
   """The settings and weights of a file that `train.py mode=export` wrote, or of a checkpoint.  ValueError, in one line, where it is neither."""
-  cfg = config_of(saved := read(Path(path)))
+  cfg = config_of(saved := data.read_file(path))
   return cfg, weights_of(saved, layout(cfg))

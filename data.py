@@ -6,8 +6,10 @@ from __future__ import annotations
 import functools, hashlib, inspect, itertools, json, os, re, sys, sysconfig, uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator, NamedTuple, cast
 import numpy as np
+from tinygrad import Tensor
+from tinygrad.nn.state import inverse_safe_dtypes, safe_load
 
 VALIDATION = 10                                          # one part in so many, at the end
 SKIPPED = {"site-packages", "dist-packages", "test", "idlelib", "lib2to3", "__pycache__"}
@@ -384,6 +386,59 @@ def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
   if not (found.batch(1 if found.is_bytes else max(1, min(64, (1 << 18) // size)), 0, 0)[1] >= 0).any():
     raise ValueError(f"task={spec} asks for nothing: take a greater length")
   return found
+
+# *** weights in files: safetensors, with settings and a checksum of the whole file in the metadata ***
+
+FORMAT, UNSIGNED = "atlas-2", "0" * 64
+
+class Saved(NamedTuple):
+  """A file that was found whole: its metadata, and its tensors, which stay on disk until they are used."""
+  path: Path
+  meta: dict[str, Any]
+  tensors: dict[str, Tensor]
+
+def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> None:
+  """Writes a file under a temporary name, syncs, renames: whole or not at all.  OSError where there is no room.
+  The checksum is that of the file with zeros in its place.  (Not tinygrad's safe_save: a full disk is a signal to its memory map, not an error.)"""
+  path = Path(path)
+  header, at = cast(dict[str, dict], {"__metadata__": {"format": FORMAT, "sha256": UNSIGNED} | {n: json.dumps(x) for n, x in meta.items()}}), 0
+  for name, t in tensors.items():
+    header[name] = {"dtype": inverse_safe_dtypes[t.dtype], "shape": list(t.shape), "data_offsets": [at, at := at + t.nbytes()]}
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)
+  temporary, checksum = path.with_suffix(".tmp"), hashlib.sha256()
+  try:
+    with temporary.open("wb") as file:
+      for part in itertools.chain((len(text).to_bytes(8, "little"), text), (t.numpy().tobytes() for t in tensors.values())):
+        file.write(part)
+        checksum.update(part)
+      file.seek(8 + text.index(UNSIGNED.encode()))
+      file.write(checksum.hexdigest().encode())
+      file.flush()
+      os.fsync(file.fileno())
+    temporary.replace(path)
+  except BaseException:
+    temporary.unlink(missing_ok=True)
+    raise
+
+def read_file(path:str|Path) -> Saved:
+  """What `save_file` wrote.  Nothing in the file is executed.  ValueError for anything else, and for a file that is not whole to the last bit."""
+  path = Path(path)
+  foreign = f"{path} is not a checkpoint of this project, or is damaged: move it away or name another"
+  try:
+    with path.open("rb") as file:
+      size = file.read(8)
+      text = file.read(min(int.from_bytes(size, "little"), path.stat().st_size))
+      meta = json.loads(text)["__metadata__"]
+      version, said = meta.pop("format"), meta.pop("sha256", "")
+      checksum = hashlib.sha256(size + text.replace(said.encode(), UNSIGNED.encode(), 1))
+      while part := file.read(1 << 24): checksum.update(part)
+    if version == FORMAT and checksum.hexdigest() == said: return Saved(path, {n: json.loads(x) for n, x in meta.items()}, safe_load(path))
+  except OSError as e: raise ValueError(f"{path} cannot be read ({e.strerror}): name another") from None
+  except Exception: raise ValueError(foreign) from None                        # whatever a foreign file holds, the user needs the same advice
+  if version == FORMAT: raise ValueError(f"{path} is damaged, its checksum does not match: move it away or name another")
+  if not str(version).startswith("atlas-"): raise ValueError(foreign)
+  raise ValueError(f"{path} has the format {version}, and this version reads {FORMAT}: use the version that wrote it")
 
 # *** lines of JSON for evaluation ***
 

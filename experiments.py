@@ -25,7 +25,7 @@ from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.helpers import GlobalCounters
 from tinygrad.nn.optim import Adam
 from tinygrad.nn.state import get_state_dict
-import atlas, data, kernels, train
+import atlas, data, evaluate, kernels, train
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -373,8 +373,8 @@ def trained(trial:Trial, variants:list[dict]=[{}], measure:Callable|None=None) -
   optimizer = train.optimizer_for(get_state_dict(params), train.Run.weight_decay)
   step, state = train.training_step(params, cfg, optimizer, train.Run.clip), train.optimizer_state(optimizer)
   fresh = {n: z.numpy().copy() for n, z in state.items()}
-  score, which = train.scorer(params, cfg, task, trial.batch, 0) if task else None, "answer" if task and task.is_bytes else "micro"
-  validate = train.evaluator(params, cfg, text.val, trial.batch, length) if text else None
+  score, which = evaluate.scorer(params, cfg, task, trial.batch, 0) if task else None, "answer" if task and task.is_bytes else "micro"
+  validate = evaluate.evaluator(params, cfg, text.val, trial.batch, length) if text else None
   longest, gflop = 0, 0.0
   def once(rate:float, seed:int) -> np.ndarray:
     nonlocal longest, gflop
@@ -389,8 +389,8 @@ def trained(trial:Trial, variants:list[dict]=[{}], measure:Callable|None=None) -
       gflop, longest = GlobalCounters.global_ops / 1e9, max(longest, i + 1)
       if score and (i + 1) % 100 == 0 and score(4096, {})[which] >= train.SOLVED: break
     if measure: return measure(params, cfg, text)
-    if validate: return np.array([validate(train.VALIDATION_TOKENS).mean()])
-    return np.array([cast(Callable, score)(train.VALIDATION_TOKENS // 2, other)[which] for other in variants])
+    if validate: return np.array([validate(evaluate.VALIDATION_TOKENS).mean()])
+    return np.array([cast(Callable, score)(evaluate.VALIDATION_TOKENS // 2, other)[which] for other in variants])
   first = {rate: once(rate, trial.seeds[0]) for rate in trial.rates}
   rate = (min if text else max)(first, key=lambda r: first[r][0])
   scores = np.array([first[rate], *[once(rate, seed) for seed in trial.seeds[1:]]])

@@ -2,13 +2,13 @@
 
 With no arguments it trains the small `atlas` preset on the source text of Python's own library and lets it speak."""
 from __future__ import annotations
-import codecs, contextlib, csv, dataclasses, hashlib, importlib.metadata, itertools, json, math, multiprocessing, os, pickle, platform, re, signal
+import contextlib, csv, dataclasses, hashlib, importlib.metadata, itertools, json, math, multiprocessing, os, pickle, platform, re, signal
 import sys, time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterable, NamedTuple, cast
+from typing import Any, Callable, NamedTuple, cast
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, UOp
 from tinygrad.device import Buffer
@@ -16,7 +16,7 @@ from tinygrad.helpers import ContextVar, GlobalCounters
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
-import atlas, data, kernels
+import atlas, data, evaluate, kernels, rule
 try: import fcntl, resource
 except ImportError: fcntl = resource = None              # type: ignore[assignment]  # not on Windows: nothing keeps two runs out of a folder there
 
@@ -54,9 +54,7 @@ class Run:
   temperature: float = 0.8      # sample: 0 takes the likeliest token
   top_k: int = 40               # sample: choose among that many (0: all)
 
-VALIDATION_TOKENS = 65_536
 SOLVED = 0.99                 # share of a task's places right at which training ends
-ANSWER_TOKENS = 48            # longest answer that is generated in evaluation
 MODES = ("train", "sample", "eval", "export", "bench", "plot", "params")
 READERS = ("sample", "eval", "export")                 # modes that need a checkpoint
 LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # every other number of Run is at least 0
@@ -161,7 +159,7 @@ def usage() -> str:
 def checkpoints(out:Path) -> list[Path]: return sorted(out.glob("step_*.safetensors"))
 def used(out:Path) -> bool: return bool(checkpoints(out)) or (out / "log.csv").exists()
 
-def newest(out:Path) -> atlas.Saved|None:
+def newest(out:Path) -> data.Saved|None:
   """The newest checkpoint that is whole, naming those that it passes over; None where there is none at all.  ValueError where all are damaged."""
   faults: list[str] = []
   for path in reversed(checkpoints(out)):
@@ -173,9 +171,9 @@ def newest(out:Path) -> atlas.Saved|None:
   if faults: raise ValueError(faults[0])
   return None
 
-def read_checkpoint(path:Path) -> atlas.Saved:
+def read_checkpoint(path:Path) -> data.Saved:
   """A checkpoint of training.  ValueError for anything else, an exported file too."""
-  saved = atlas.read(path)
+  saved = data.read_file(path)
   if {"step", "run", "text", "config"} <= saved.meta.keys(): return saved
   raise ValueError(f"{path} holds weights and no run to continue: name a checkpoint, or give init_from={path}")
 
@@ -196,7 +194,7 @@ def held(out:Path):
     finally: os.close(folder)
 
 def layout(run:Run, cfg:atlas.Config) -> dict:
-  """atlas.layout, and for task=compression its decoder (see predictions)."""
+  """atlas.layout, and for task=compression its decoder (see evaluate.predictions)."""
   if run.task.partition(":")[0] != "compression": return atlas.layout(cfg)
   wide = round(cfg.mlp_ratio * cfg.dim)
   shapes = {"position": (run.length, cfg.dim), "in": (2 * wide, cfg.dim), "out": (cfg.dim, wide)}
@@ -227,16 +225,6 @@ def rate(run:Run, step:int) -> float:
   done = (step - run.warmup) / max(1, run.steps - run.warmup)
   return run.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
 
-def predictions(params:dict, cfg:atlas.Config, x:Tensor) -> tuple[Tensor, Tensor]:
-  """Logits (B,T,vocab) for the labels of x, and the mean memory step.  For task=compression they are said by a decoder, an MLP that is given the
-  model's state at the last token and a position (MAD)."""
-  h, _, eta = atlas.hidden(params, cfg, x)
-  if near := params.get("decoder"):
-    z = (h[:, -1:] + near["position"]).contiguous()
-    gate, value = atlas.linear(cfg, z, near["in"]).contiguous().chunk(2, dim=-1)
-    h = z + atlas.linear(cfg, gate.silu() * value, near["out"])
-  return atlas.linear(cfg, h, params["embed"]).float(), eta
-
 @dataclass(frozen=True)
 class Accumulated:
   """A step in parts: `add` sums what a part (x, y) gives, anew where `first` is 1; `update` takes the step with the sums."""
@@ -264,14 +252,14 @@ def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:
     Tensor.realize(loss, norm, eta, *optimizer.schedule_step())
     return loss, norm, eta
   def whole(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits, eta = predictions(params, cfg, x)
+    logits, eta = evaluate.predictions(params, cfg, x)
     loss = atlas.cross_entropy(logits, y)
     return update(loss, eta, [g.contiguous() for g in loss.gradient(*weights)])
   if accum == 1: return TinyJit(whole)
 
   sums = [z.zeros_like().contiguous().realize() for z in (Tensor.zeros(3, device=weights[0].device), *weights)]
   def add(x:Tensor, y:Tensor, first:Tensor) -> None:
-    logits, eta = predictions(params, cfg, x)
+    logits, eta = evaluate.predictions(params, cfg, x)
     loss = atlas.token_losses(logits, y).sum()
     found = Tensor.stack((y != -100).sum().float(), loss, eta), *[g.contiguous() for g in loss.gradient(*weights)]
     Tensor.realize(*[total.assign((first > 0).where(0, total) + new) for total, new in zip(sums, found)])
@@ -286,7 +274,7 @@ def cache_folder() -> Path:
 def cache_key(run:Run, cfg:atlas.Config) -> str:
   """Everything that a compiled step depends on: settings, sources, versions, the device and what its compiler may assume of it."""
   flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")][:1] if Path("/proc/cpuinfo").exists() else []
-  sources = [hashlib.sha256(Path(cast(str, m.__file__)).read_bytes()).hexdigest() for m in (kernels, atlas, sys.modules[__name__])]
+  sources = [hashlib.sha256(Path(cast(str, m.__file__)).read_bytes()).hexdigest() for m in (rule, kernels, atlas, evaluate, sys.modules[__name__])]
   tinygrad = [importlib.metadata.version("tinygrad"), {k: v.value for k, v in ContextVar._cache.items() if k not in ("DEBUG", "CACHELEVEL")}]
   what = [dataclasses.asdict(cfg), list(layout(run, cfg)), run.batch, run.accum, run.devices, run.length, run.weight_decay, run.clip, sources,
           __name__, tinygrad, sys.version, platform.platform(), flags, Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target)]
@@ -336,84 +324,6 @@ def cache_step(key:str, step:Step) -> None:
     for old in sorted(folder.glob("*.pickle"), key=lambda p: -p.stat().st_mtime)[8:]: old.unlink()
   except (OSError, pickle.PicklingError, AttributeError, TypeError, RecursionError): pass
 
-def evaluator(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, length:int) -> Callable[[int], np.ndarray]:
-  """A function of the number of tokens to read -> mean loss in bits per token at each position of the context, (length,).  It reads params as they
-  are when it is called, and is compiled once."""
-  @TinyJit
-  def losses(x:Tensor, y:Tensor) -> Tensor: return atlas.token_losses(atlas.forward(params, cfg, x)[0], y).realize()
-  def evaluate(total:int) -> np.ndarray:
-    bits, rows = np.zeros(length), 0
-    batches = list(data.windows(tokens, batch, length, total))
-    for x, y in tqdm(batches, desc="validation", unit="batch", leave=False, disable=len(batches) < 2):
-      bits += losses(Tensor(x), Tensor(y)).numpy().astype(np.float64).sum(0) / math.log(2)
-      rows += int((y[:, 0] >= 0).sum())
-    return bits / rows
-  return evaluate
-
-def quarters(curve:np.ndarray) -> list[tuple[str, float]]:
-  """The mean of each quarter of the context that has a position."""
-  names = ("first quarter", "second quarter", "third quarter", "last quarter")
-  return [(name, float(q.mean())) for name, q in zip(names, np.array_split(curve, 4)) if len(q)]
-
-def scorer(params:dict, cfg:atlas.Config, task:data.Task, rows:int, seed:int) -> Callable[[int, dict], dict[str, float]]:
-  """A function of tokens and other settings -> what the model makes of a task's held-out examples, about `tokens` tokens of them and at least 32,
-  with the other settings in place of its own.  It reads params as they are when it is called, and is compiled once for every length.
-  bits: mean loss of a scored place; micro: share of the places right; macro: its mean over the labels that occur; exact: share of the examples
-  with all places right; answer, for tasks in bytes: share of the answers that count, spoken freely (see judged)."""
-  def say(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor]:
-    logits = predictions(params, cfg, x)[0]
-    return logits.argmax(-1).cast("int32").realize(), atlas.token_losses(logits, y).realize()
-  jits:dict[int, Callable] = {}
-  speak = speaker(params, cfg) if task.is_bytes else None
-  def score(tokens:int, other:dict) -> dict[str, float]:
-    hits, whole, bits, labels, answers = cast(tuple[list, ...], tuple([] for _ in range(5)))
-    length = task.batch(1, 0, 0, **other)[0].shape[1]
-    count, read = -(-max(32, tokens // length) // rows), jits.setdefault(length, TinyJit(say))
-    for i in tqdm(range(count), desc="held out", unit="batch", leave=False, disable=count < 4):
-      x, y = task.batch(rows, seed, data.HELD_OUT + i, **other)
-      said, lost = [z.numpy() for z in read(Tensor(x), Tensor(y))]
-      scored, right = y >= 0, said == y
-      for to, z in ((hits, right[scored]), (labels, y[scored]), (bits, lost[scored] / math.log(2)), (whole, (right | ~scored).all(1))): to.append(z)
-      if not speak: continue
-      prompts = x[:, :data.prompt_length(y)]
-      for prompt, text, label in zip(prompts, speak(prompts, ANSWER_TOKENS), y):
-        answers.append(judged(task, bytes(prompt.tolist()), text, bytes(label[label >= 0].tolist()).decode().strip()))
-    right, of = np.concatenate(hits), np.concatenate(labels)
-    macro = np.mean([right[of == label].mean() for label in np.unique(of)])
-    found = dict(bits=np.concatenate(bits).mean(dtype=np.float64), micro=right.mean(), macro=macro, exact=np.concatenate(whole).mean())
-    return {n: float(z) for n, z in (found | (dict(answer=np.mean(answers)) if speak else {})).items()}
-  return score
-
-def judged(task:data.Task, prompt:bytes, text:str, target:str) -> bool:
-  """Whether an answer counts: niah, it contains the value; babi, of the labels that the question does not name it names the target alone."""
-  if task.name == "niah": return target.lower() in text.lower()
-  question = prompt.split(b"\n")[-1].decode()
-  return {w for w in data.BABI_LABELS[task.settings["question"]] if w in text and w not in question} == {target}
-
-def table(score:Callable, task:data.Task, tokens:int) -> list[dict]:
-  """Prints and returns what `scorer` finds for every variant of the task."""
-  found:list[dict] = []
-  for other in task.variants():
-    name = ",".join(f"{n}={x}" for n, x in other.items()) or "as given"
-    row = {"setting": name} | {n: f"{x:.4f}" for n, x in score(tokens, other).items()}
-    if not found: print("".join(f"{n:>24s}" if n == "setting" else f"{n:>9s}" for n in row))
-    print("".join(f"{x:>24s}" if n == "setting" else f"{x:>9s}" for n, x in row.items()), flush=True)
-    found.append(row)
-  return found
-
-def write_rows(path:Path, names:Iterable[str], rows:Iterable[Iterable]) -> None:
-  """A .csv file, whole or not at all."""
-  with path.with_suffix(".tmp").open("w", newline="") as file: csv.writer(file).writerows([names, *rows])
-  path.with_suffix(".tmp").replace(path)
-
-def write_table(folder:Path, found:list[dict]) -> None:
-  """A task's accuracy in every setting, as mode=plot reads it."""
-  write_rows(folder / "accuracy.csv", found[0], [row.values() for row in found])
-
-def write_positions(folder:Path, curve:np.ndarray) -> None:
-  """The loss by position in the context, as mode=plot reads it."""
-  write_rows(folder / "positions.csv", ("position", "bits"), [(i + 1, f"{x:.6f}") for i, x in enumerate(curve)])
-
 def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
   """A rough count of the bytes that a training step holds: weights, gradients and moments, and what the backward pass keeps."""
   weights = atlas.parts(cfg)["total"] * 4 * 6
@@ -444,7 +354,7 @@ def open_log(out:Path, step:int):
   path = out / "log.csv"
   found = list(csv.reader(path.open())) if step and path.exists() else []
   kept = [row for row in found if len(row) == len(LOG) and row[0].isdecimal() and int(row[0]) <= step]
-  write_rows(path, LOG, kept)
+  evaluate.write_rows(path, LOG, kept)
   file = path.open("a", newline="")
   return file, csv.writer(file), float(kept[-1][-1]) if kept else 0.0
 
@@ -461,7 +371,7 @@ def run_folder(out:Path, fresh:bool):
     for half in out.glob("*.tmp"): half.unlink()
     yield
 
-def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, start:atlas.Saved|None, check_band:bool, stop:Stop) -> int:
+def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, start:data.Saved|None, check_band:bool, stop:Stop) -> int:
   """Trains params, from `start` (the checkpoint that they are of) or from step 0; saves, validates, samples.  Returns the exit code."""
   out, step, began = Path(run.out), start.meta["step"] if start else 0, time.perf_counter()
   for t in get_state_dict(params).values(): t.replace(shared(run, t))
@@ -500,8 +410,8 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
   per_step, first, solved = run.batch * run.length, step, bool(start and start.meta.get("solved"))
   text, curve = source if isinstance(source, data.Text) else None, cast(np.ndarray|None, None)
   unit = "label" if isinstance(source, data.Task) else "byte" if source.is_bytes else "token"
-  validate = evaluator(one, cfg, text.val, run.batch, run.length) if text else None
-  score = None if text else scorer(one, cfg, cast(data.Task, source), run.batch, run.seed)
+  validate = evaluate.evaluator(one, cfg, text.val, run.batch, run.length) if text else None
+  score = None if text else evaluate.scorer(one, cfg, cast(data.Task, source), run.batch, run.seed)
   def batch(i:int):
     return source.batch(run.batch, run.seed, i) if isinstance(source, data.Task) else data.batch(source.train, run.batch, run.length, run.seed, i)
   log, writer, before = open_log(out, step)
@@ -526,9 +436,9 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
                   f"{GlobalCounters.global_ops / 1e9:.2f} GFLOP a step, {per_step / seconds:.0f} tokens/s")
       due = run.eval_every and (step % run.eval_every == 0 or step == run.steps)
       if due: gather()
-      curve = validate(VALIDATION_TOKENS) if due and validate else None
+      curve = validate(evaluate.VALIDATION_TOKENS) if due and validate else None
       if due and score:
-        now = score(VALIDATION_TOKENS // 4, {})
+        now = score(evaluate.VALIDATION_TOKENS // 4, {})
         curve, solved = np.array([now["bits"]]), now["micro"] >= SOLVED
         bar.write(f"step {step}: held-out examples: " + ", ".join(f"{n} {x:.3f}" for n, x in now.items()))
       writer.writerow([step, step * per_step, f"{loss:.6f}", "" if curve is None else f"{curve.mean():.6f}", f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}",
@@ -545,91 +455,26 @@ def train(run:Run, cfg:atlas.Config, source:data.Text|data.Task, params:dict, st
     print(f"stopped at step {step}, saved: continue with resume=1")
     return 0
 
-  if curve is None and run.eval_every and validate: curve = validate(VALIDATION_TOKENS)        # a run that had been stopped after its last step
+  if curve is None and run.eval_every and validate:     # a run that had been stopped after its last step
+    curve = validate(evaluate.VALIDATION_TOKENS)
   if curve is not None and not np.isfinite(curve).all(): return not_finite(f"the validation loss after step {step}", step)
   if solved and step < run.steps: print(f"{SOLVED:.0%} right after {step} steps: done early")
-  if isinstance(source, data.Task) and score: write_table(out, table(score, source, run.tokens or VALIDATION_TOKENS))
+  if isinstance(source, data.Task) and score:
+    evaluate.write_table(out, evaluate.table(score, source, run.tokens or evaluate.VALIDATION_TOKENS))
   elif curve is not None and text:
-    write_positions(out, curve)
+    evaluate.write_positions(out, curve)
     print(f"step {step}: validation {curve.mean():.3f} bits per {unit}; each {unit}'s frequency alone would give {data.entropy(text.val):.3f}")
-    print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(curve)))
-  if not stop.asked and text: sample(run, cfg, one, text.is_bytes)
+    print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in evaluate.quarters(curve)))
+  if not stop.asked and text: evaluate.sample(one, cfg, evaluate.prompt_ids(run.prompt, cfg, text.is_bytes), text.is_bytes, *sampling(run))
   print(f"{time.perf_counter() - began:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {checkpoints(out)[-1]}")
   if check_band and curve is not None and not BAND[0] <= curve.mean() <= BAND[1]:
     print(f"error: {curve.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", file=sys.stderr)
     return 1
   return 0
 
-# *** sampling ***
-
-def prompt_ids(run:Run, cfg:atlas.Config, is_bytes:bool) -> list[int]:
-  default = "def " if is_bytes and cfg.vocab > ord("f") else "\0" if is_bytes else "0"
-  return data.encode(run.prompt or default, is_bytes, cfg.vocab)
-
-def token_step(params:dict, cfg:atlas.Config) -> Callable:
-  """token (B,1), state -> logits, state; jitted for every capacity of the caches that it meets.  The step that fills one is not, and doubles it."""
-  jits:dict = {}
-  def step(token:Tensor, state:dict) -> tuple[Tensor, dict]:
-    room = atlas.room(cfg, state)
-    if room is not None and kernels.read_position(state) == room:
-      logits, state = atlas.forward(params, cfg, token, state)
-      Tensor.realize(logits, *state.values())
-      return logits, state
-    return jits.setdefault(room, TinyJit(lambda token, state: atlas.forward(params, cfg, token, state)))(token, state)
-  return step
-
-def reader(params:dict, cfg:atlas.Config, step:Callable) -> Callable[[np.ndarray], tuple[Tensor, dict]]:
-  """tokens (B,P) -> logits of the last call and the state after them.  They are read in whole chunks (segments) by one compiled call, the rest one by
-  one by `step` (see token_step), so that memory does not grow with P; where caches grow, in one call, compiled anew for every length."""
-  piece = math.lcm(cfg.chunk, cfg.attn_window if cfg.mixer == "mac" else 1)
-  first, more = TinyJit(lambda x: atlas.forward(params, cfg, x)), TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
-  def own(logits, state): return logits, {n: z.clone().realize() for n, z in state.items()}          # a jitted call may write over what it returned
-  def read(x:np.ndarray) -> tuple[Tensor, dict]:
-    ends = [x.shape[1]] if atlas.growing(cfg) else [*range(piece, x.shape[1] + 1, piece)] or [1]
-    def part(at, to): return Tensor(np.ascontiguousarray(x[:, at:to], dtype=np.int32))
-    logits, state = own(*(first(part(0, piece)) if ends[0] == piece else atlas.forward(params, cfg, part(0, ends[0]))))
-    for at, to in zip(ends, ends[1:]): logits, state = own(*more(part(at, to), state))
-    for i in range(ends[-1], x.shape[1]): logits, state = step(part(i, i + 1), state)
-    return logits, state
-  return read
-
-def speaker(params:dict, cfg:atlas.Config) -> Callable[[np.ndarray, int], list[str]]:
-  """prompts (B,P) of bytes, n -> what the model says next, likeliest byte by byte, up to a newline and n bytes at most."""
-  read = reader(params, cfg, step := token_step(params, cfg))
-  def say(prompts:np.ndarray, n:int) -> list[str]:
-    (logits, state), said = read(prompts), np.zeros((len(prompts), 0), np.int32)
-    for _ in range(n):
-      token = logits[:, -1, :256].argmax(-1).numpy().astype(np.int32)[:, None]
-      said = np.concatenate([said, token], axis=1)
-      if (said == ord("\n")).any(1).all(): break
-      logits, state = step(Tensor(token), state)
-    return [bytes(row.tolist()).split(b"\n")[0].decode(errors="replace") for row in said]
-  return say
-
-def sample(run:Run, cfg:atlas.Config, params:dict, is_bytes:bool) -> None:
-  """Prints a continuation of run.prompt.  The state streams: memory does not grow with the length, but for full attention's keys."""
-  rng, ids = np.random.default_rng(run.seed), prompt_ids(run, cfg, is_bytes)
-  known = min(256, cfg.vocab) if is_bytes else cfg.vocab    # a vocabulary may be larger than there are bytes
-  text = codecs.getincrementaldecoder("utf-8")(errors="replace")           # holds back the bytes of a character that is not complete yet
-  def show(new, comma=","): print(text.decode(bytes(new)) if is_bytes else comma + ",".join(map(str, new)), end="", flush=True)
-  print(f"--- sample, temperature {run.temperature}, seed {run.seed} ---")
-  step, times = token_step(params, cfg), cast(list[float], [])
-  logits, state = reader(params, cfg, step)(np.array([ids]))
-  scores = logits[0, -1, :known].numpy()
-  show(ids, "")
-  for _ in range(run.tokens or 200):
-    if run.temperature == 0: token = int(scores.argmax())
-    else:
-      scores = (scores.astype(np.float64) - scores.max()) / run.temperature
-      if 0 < run.top_k < len(scores): scores[scores < np.sort(scores)[-run.top_k]] = -np.inf
-      token = int(rng.choice(len(scores), p=np.exp(scores) / np.exp(scores).sum()))
-    show([token])
-    tick = time.perf_counter()
-    logits, state = step(Tensor([[token]]), state)
-    scores = logits[0, -1, :known].numpy()
-    times.append(time.perf_counter() - tick)
-  speed = f"{1 / np.median(times[3:]):.0f} tokens/s" if len(times) > 3 else "too short to time"
-  print(f"\n--- {len(times)} tokens, {speed} ---")
+def sampling(run:Run) -> tuple[int, float, int, int]:
+  """The arguments of evaluate.sample that the command line sets."""
+  return run.tokens or 200, run.temperature, run.top_k, run.seed
 
 # *** bench ***
 
@@ -739,7 +584,7 @@ class Job(NamedTuple):
   run: Run
   cfg: atlas.Config
   source: data.Text|data.Task|None
-  start: atlas.Saved|None
+  start: data.Saved|None
   params: dict|None           # the weights of start or init_from
   check_band: bool
   lines: tuple[list, int]|None = None
@@ -754,7 +599,7 @@ def resolve(own:dict, model:dict) -> Job:
   out, reads = Path(os.path.expanduser(run.out)), run.mode in ("train", "eval")
   run = dataclasses.replace(run, out=str(out))
   if run.mode == "plot":
-    check_plot(out)
+    evaluate.check_plot(out)
     return Job(run, atlas.preset(run.preset, run.size, **model), None, None, None, False)
   task = data.task(run.task, own.get("length"), model.get("vocab")) if run.task and reads else None
   if task and run.mode == "train": run, model = dataclasses.replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
@@ -789,15 +634,15 @@ def resolve(own:dict, model:dict) -> Job:
     if lines and (not is_bytes or cfg.vocab < 256): raise ValueError(f"data={run.data} is text, and {start.path} is not: train on bytes first")
     if task and [(n, shape) for n, (shape, _) in layout(made, cfg).items()] != [(n, shape) for n, (shape, _) in layout(run, cfg).items()]:
       raise ValueError(f"task={run.task} does not fit {start.path}, made with task={made.task}: compression has a decoder for its own length")
-  if not isinstance(source, data.Task): prompt_ids(run, cfg, is_bytes)
+  if not isinstance(source, data.Task): evaluate.prompt_ids(run.prompt, cfg, is_bytes)
   if run.init_from and not start:
     path = Path(os.path.expanduser(run.init_from))
     if not path.is_file(): raise ValueError(f"init_from={path} does not exist: name a checkpoint or an exported file")
-    params = atlas.weights_of(atlas.read(path), layout(run, cfg))
+    params = atlas.weights_of(data.read_file(path), layout(run, cfg))
   if run.mode in ("train", "bench"): check_out(out)
   return Job(run, cfg, source, start, params, run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET, lines)
 
-def from_checkpoint(start:atlas.Saved, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
+def from_checkpoint(start:data.Saved, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
   path, cfg, made = start.path, atlas.config_of(start), start.meta["run"]
   free = FREE if run.mode == "train" else FREE | {"data", "batch", "seed", "horizon"} | ({"task", "length"} if run.task else set())
@@ -809,121 +654,11 @@ def from_checkpoint(start:atlas.Saved, run:Run, own:dict, model:dict) -> tuple[R
   try: return Run(**made | own | {k: getattr(run, k) for k in now}), cfg
   except TypeError: raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
 
-def export(out:Path, cfg:atlas.Config, params:dict, start:atlas.Saved) -> None:
+def export(out:Path, cfg:atlas.Config, params:dict, start:data.Saved) -> None:
   """Writes out/weights.safetensors: the weights under the names of atlas.layout, and the settings in the metadata, for atlas.load."""
   flat, path = get_state_dict(params), out / "weights.safetensors"
   atlas.save(path, {n: flat[n] for n in atlas.layout(cfg)}, {n: start.meta[n] for n in ("config", "text", "step")})
   print(f"written to {path}, {path.stat().st_size / 1e6:.1f} MB, of {start.path}: atlas.load(path) reads it")
-
-def evaluate(run:Run, cfg:atlas.Config, params:dict, text:data.Text, start:Path) -> None:
-  """Prints the validation loss by position in the context, and beyond the trained length where the text is long enough; and writes positions.csv."""
-  reach = min(2 * run.length, len(text.val) - 1)
-  curve = evaluator(params, cfg, text.val, run.batch, reach)(run.tokens or VALIDATION_TOKENS)
-  trained, beyond, unit = curve[:run.length], curve[run.length:], "byte" if text.is_bytes else "token"
-  print(f"{start}: validation loss {trained.mean() * math.log(2):.4f} nats, {trained.mean():.4f} bits per {unit}")
-  for name, bits in quarters(trained): print(f"  {name} of {run.length}: {bits:.4f}")
-  if len(beyond): print(f"  beyond, to {reach}: {beyond.mean():.4f}")
-  write_positions(start.parent, curve)
-
-def likelihoods(params:dict, cfg:atlas.Config, rows:list[tuple[bytes, bytes]], batch:int) -> list[tuple[float, bool]]:
-  """(context, continuation) -> log-likelihood of the continuation after the context in nats, and whether each of its bytes is the likeliest one.
-  Rows are filled up to powers of two, which a causal model does not notice."""
-  @TinyJit
-  def read(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor]:
-    logits = atlas.forward(params, cfg, x)[0]
-    return atlas.token_losses(logits, y).sum(1).realize(), ((logits.argmax(-1) == y) | (y < 0)).min(1).realize()
-  rows, found = [(context or b"\n", more) for context, more in rows], [(0.0, False)] * len(rows)
-  sizes = [max(64, 1 << (len(context + more) - 2).bit_length()) for context, more in rows]
-  with tqdm(total=len(rows), desc="reading", unit="row", leave=False) as bar:
-    for size in sorted(set(sizes)):
-      mine = [i for i, s in enumerate(sizes) if s == size]
-      read.reset()                                         # one shape at a time
-      for at in range(0, len(mine), batch):
-        x, y = np.zeros((batch, size), np.int32), np.full((batch, size), -100, np.int32)
-        for row, i in enumerate(mine[at:at + batch]):
-          ids, start = np.frombuffer(b"".join(rows[i]), np.uint8), len(rows[i][0]) - 1
-          x[row, :len(ids) - 1], y[row, start:len(ids) - 1] = ids[:-1], ids[start + 1:]
-        lost, likeliest = [z.numpy() for z in read(Tensor(x), Tensor(y))]
-        for row, i in enumerate(mine[at:at + batch]): found[i] = -float(lost[row]), bool(likeliest[row])
-        bar.update(min(batch, len(mine) - at))
-  return found
-
-def evaluate_lines(run:Run, cfg:atlas.Config, params:dict, lines:list[tuple[str, dict]], skipped:int) -> None:
-  """Prints what the model makes of a .jsonl file: multiple choice (acc: the likeliest continuation; acc_norm: the likeliest per character), recall
-  (an answer is contained in what the model says after context and question), the last word (all its bytes greedy; perplexity of the word)."""
-  if skipped: print(f"{skipped} malformed lines left out")
-  if chosen := [row for kind, row in lines if kind == "choice"]:
-    rows, sizes = [], []
-    for row in chosen:
-      context = row["context"].rstrip()                  # blanks at its end belong to what follows
-      gap = row["context"][len(context):] or (" " if context else "")
-      for choice in [z.strip() for z in row["choices"]]:
-        before, scored = (context + gap + choice, row["suffix"]) if "suffix" in row else (context, gap + choice)
-        rows.append((before.encode(), scored.encode()))
-        sizes.append(len(scored.strip()))
-    sums, at, hits = [z for z, _ in likelihoods(params, cfg, rows, run.batch)], 0, []
-    for row in chosen:
-      n = len(row["choices"])
-      answer = row["choices"].index(row["answer"]) if isinstance(row["answer"], str) else row["answer"]
-      mine = np.array(sums[at:at + n])
-      hits.append((mine.argmax() == answer, (mine / sizes[at:at + n]).argmax() == answer))
-      at += n
-    print(f"multiple choice: {len(chosen)} lines, acc {np.mean([a for a, _ in hits]):.4f}, acc_norm {np.mean([b for _, b in hits]):.4f}")
-  if asked := [row for kind, row in lines if kind == "recall"]:
-    say, right = speaker(params, cfg), 0
-    for row in tqdm(asked, desc="answering", unit="line", leave=False):
-      prompt = "\n".join(z for z in (row["context"], row["question"]) if z) + " "
-      text = say(np.frombuffer(prompt.encode(), np.uint8)[None], ANSWER_TOKENS)[0].lower()
-      right += any(z.strip().lower() in text for z in row["answers"])
-    print(f"recall: {len(asked)} lines, contains {right / len(asked):.4f}")
-  if last := [row["text"].rstrip() for kind, row in lines if kind == "last"]:
-    cut = [len(text) - len(text.split()[-1]) for text in last]
-    found = likelihoods(params, cfg, [(t[:c].rstrip().encode(), t[len(t[:c].rstrip()):].encode()) for t, c in zip(last, cut)], run.batch)
-    perplexity = np.exp(-np.mean([z for z, _ in found]))
-    print(f"last word: {len(last)} lines, acc {np.mean([hit for _, hit in found]):.4f}, perplexity {perplexity:.4g}")
-
-# *** pictures ***
-
-def curves(out:Path) -> tuple[list, list, list, list]:
-  """What there is to draw, in pairs: step and loss, step and held-out bits, position and bits, setting and accuracy."""
-  def pairs(name, x, y, kind:type=int):
-    try: return [(kind(r[x]), float(r[y])) for r in csv.DictReader((out / name).read_text().splitlines()) if r[y]]
-    except FileNotFoundError: return []
-    except (KeyError, TypeError, ValueError, csv.Error): raise ValueError(f"{out / name} is damaged: move it away, or train anew") from None
-  return (pairs("log.csv", "step", "loss"), pairs("log.csv", "step", "val_bpb"), pairs("positions.csv", "position", "bits"),
-          pairs("accuracy.csv", "setting", "micro", str))
-
-def check_plot(out:Path) -> None:
-  if not curves(out)[0]: raise ValueError(f"out={out} has no log.csv to draw, or no step in it: train first, or name the folder of a run")
-  try: import matplotlib  # noqa: F401
-  except ImportError: raise ValueError("mode=plot draws with matplotlib: pip install '.[plot]' (or pip install matplotlib)") from None
-
-def plot(out:Path) -> None:
-  """Draws out/log.csv: loss and validation against steps; beside it the loss by position in the context, or the accuracy of a task in
-  every setting it was evaluated at.  Writes out/log.png."""
-  import matplotlib.pyplot as plt
-  log, held, positions, accuracy = curves(out)
-  n = 2 if positions or accuracy else 1
-  figure, axes = plt.subplots(1, n, figsize=(1 + 4 * n, 3.4), layout="constrained", squeeze=False)
-  left, right = axes[0, 0], axes[0, -1]
-  steps, bits = [step for step, _ in log], np.array([loss for _, loss in log]) / math.log(2)
-  left.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
-  width = max(1, len(bits) // 20)
-  left.plot(steps[width - 1:], np.convolve(bits, np.ones(width) / width, "valid"), color="C0", label=f"training, mean of {width}")
-  if held: left.plot(*zip(*held), "o-", color="C1", label="held out")
-  left.set(xlabel="step", ylabel="bits per token" if positions else "bits", title=out.name)
-  left.legend(frameon=False, fontsize=8)
-  if positions:
-    x, y = [place for place, _ in positions], np.array([bits for _, bits in positions])
-    width = max(1, len(y) // 16)
-    right.plot(x[width - 1:], np.convolve(y, np.ones(width) / width, "valid"), color="C2")
-    right.set(xlabel="position in the context", ylabel="bits", title=f"held-out loss by position, mean of {width}")
-  elif accuracy:
-    right.barh(*zip(*accuracy), color="C2")
-    right.set(xlabel="share of scored places right", xlim=(0, 1), title="held-out examples")
-    right.invert_yaxis()
-  figure.savefig(out / "log.png", dpi=110)
-  print(f"written to {out / 'log.png'}")
 
 def said(e:Exception) -> str:
   """What is wrong, in one line that any terminal can show: a name may hold line ends."""
@@ -940,18 +675,20 @@ def perform(job:Job, own:dict, model:dict) -> int:
   if run.mode == "train": describe(run, cfg, job.source)
   if run.mode == "params" or run.steps == 0: return 0
   if run.mode in ("bench", "plot"):
-    bench(run, model) if run.mode == "bench" else plot(Path(run.out))
+    bench(run, model) if run.mode == "bench" else evaluate.plot(Path(run.out))
     return 0
   params = job.params or atlas.filled(layout(run, cfg), run.seed)
   if run.mode == "train" and job.source:
     with Stop() as stop, run_folder(Path(run.out), not job.start): return train(run, cfg, job.source, params, job.start, job.check_band, stop)
   assert job.start is not None
   if run.mode == "export": export(Path(run.out), cfg, params, job.start)
-  elif job.lines: evaluate_lines(run, cfg, params, *job.lines)
+  elif job.lines: evaluate.evaluate_lines(params, cfg, *job.lines, run.batch)
   elif isinstance(job.source, data.Task):
-    table(scorer(params, cfg, job.source, run.batch, run.seed), job.source, run.tokens or VALIDATION_TOKENS)
-  elif job.source: evaluate(run, cfg, params, job.source, job.start.path)
-  else: sample(run, cfg, params, job.start.meta["text"]["is_bytes"])
+    evaluate.table(evaluate.scorer(params, cfg, job.source, run.batch, run.seed), job.source, run.tokens or evaluate.VALIDATION_TOKENS)
+  elif job.source: evaluate.positions(params, cfg, job.source, job.start.path, run.batch, run.length, run.tokens)
+  else:
+    is_bytes = job.start.meta["text"]["is_bytes"]
+    evaluate.sample(params, cfg, evaluate.prompt_ids(run.prompt, cfg, is_bytes), is_bytes, *sampling(run))
   return 0
 
 def main(argv:list[str]) -> int:
