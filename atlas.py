@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import cast
 import numpy as np
 from tinygrad import Tensor, dtypes
-import data, kernels
+import data, kernels, rule
 
 # *** settings ***
 
@@ -35,7 +35,7 @@ LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0, "persist": 0, "anchors": 0}
 MOST = {"degree": 32} | dict.fromkeys(("layers", "heads", "window", "conv", "ns_steps", "mlp_ratio"), 1024)
 
 @dataclass(frozen=True)
-class Config:
+class Config(rule.Rule):
   """Every setting of a model.  ValueError, in one line, for a wrong type, an unknown choice or an impossible combination."""
   vocab: int = 256            # number of tokens; 256: bytes
   dim: int = 64               # width of the residual stream
@@ -490,7 +490,7 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:dict|None) -> tuple[Tensor, di
   w, (B, T, _) = cfg.attn_window, cast(tuple[int, ...], x.shape)
   position = Tensor(0, dtype=dtypes.int32) if state is None else state["position"]
   if state is None:                                      # all segments alike: one set of kernels serves them
-    begin = kernels.for_batch(kernels.initial_state(cfg, memory_weights(p, cfg), B, cfg.key_dim), B, x)
+    begin = kernels.initial_state(cfg, memory_weights(p, cfg), B, cfg.key_dim, x)
     if cfg.conv: begin["conv"] = Tensor.zeros(B, cfg.conv - 1, p["conv"].shape[1], device=x.device)
     memory, start, cache = {n: z.contiguous() for n, z in begin.items() if n != "position"}, {}, {}
   else: memory, start, cache = [{n: z for n, z in cast(dict, part(state, name)).items() if n != "position"} for name in HELD]

@@ -155,7 +155,7 @@ def recalled(fields:dict, sizes:tuple[int, ...], trials:int, seeds:int, d:int=16
   def part(*at): return [Tensor(np.ascontiguousarray(x[:, :, slice(*at)], dtype=np.float32)) for x in inputs.values()]
   if cfg.features == "exp": state = call(None, *part(T))
   else:                                                  # in calls of 8 tokens, all alike
-    begin, step = kernels.for_batch(kernels.initial_state(cfg, weights, B, d), B), TinyJit(call)
+    begin, step = kernels.initial_state(cfg, weights, B, d), TinyJit(call)
     state = {n: z.clone() for n, z in begin.items()}
     for t in range(0, T, 8): state = step(state, *part(t, t + 8))
   hits = np.zeros((len(KINDS), len(sizes), len(STEPS), 1 + seeds))
@@ -321,7 +321,7 @@ def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict[str, 
     def write(state, key, value):
       _, state = kernels.memory(cfg, weights, key, key, value, full(alpha), full(1.0), full(eta), full(1.0, cfg.window), state)
       return state, (kernels.recall(cfg, weights, state, k) - v).square().sum(-1).mean((0, 1))       # values have length 1
-    state, rows, step = kernels.for_batch(kernels.initial_state(cfg, weights, 1, d), 1), cast(list[np.ndarray], []), TinyJit(write)
+    state, rows, step = kernels.initial_state(cfg, weights, 1, d), cast(list[np.ndarray], []), TinyJit(write)
     state = {n: z.clone() for n, z in state.items()}     # a jit's inputs share no buffer
     for t in range(N):
       state, error = step(state, *[x[:, :, t:t + 1].clone() for x in (k, v)])

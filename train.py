@@ -147,7 +147,7 @@ def usage() -> str:
   for cls, module in ((Run, __file__), (atlas.Config, atlas.__file__)):
     if cls is atlas.Config: lines.append("\nThe model (a preset and a size set these; what is given here wins):")
     source = Path(module).read_text()
-    for line in source[source.index(f"class {cls.__name__}:"):].splitlines()[2:]:
+    for line in source[source.index(f"class {cls.__name__}"):].splitlines()[2:]:
       if ":" not in line or "#" not in line: break
       field, meaning = line.split("#", 1)
       name, default = field.split(":")[0].strip(), field.split("=", 1)[1].strip().strip('"')
