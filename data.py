@@ -1,29 +1,56 @@
-"""Text for training: bytes of any file or folder, token files, and batches that are a pure function of (seed, step); and small tasks, as pure.
+"""What models read, and files of weights: text, token files, synthetic tasks, question files, safetensors.
 
-Without `data=`, the text is Python's own standard library: every machine that runs this has it, offline.  The last tenth is for validation.
+Batches and examples are pure functions of (seed, step): resuming needs no state.  Without `data=`, the text is Python's
+own standard library, which every machine has.  The last tenth of a text is for validation.
 `python data.py TASK [key=value ...]` prints two examples of a task."""
 from __future__ import annotations
-import functools, hashlib, inspect, itertools, json, os, re, sys, sysconfig, uuid
+import collections, functools, hashlib, inspect, json, os, re, sys, sysconfig, uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, cast
+from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 from tinygrad import Tensor
 from tinygrad.nn.state import inverse_safe_dtypes, safe_load
 
-VALIDATION = 10                                          # one part in so many, at the end
-SKIPPED = {"site-packages", "dist-packages", "test", "idlelib", "lib2to3", "__pycache__"}
-HEADERS = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}          # (magic, version) of a token file's 256 int32 -> its tokens
+VALIDATION = 10                                          # the last one of so many parts is for validation
+IN_MEMORY = 2 << 30                                      # bytes up to which a file is read at once; a larger one is mapped
 FOLDER = (100_000, 1 << 32)                              # files and bytes that a folder of text may have
+BLOCKS, BLOCK = 1024, 1 << 16                            # blocks, and tokens in each, that Text.sample_digest covers
+SKIPPED = {"site-packages", "dist-packages", "test", "idlelib", "lib2to3", "__pycache__"}
+# A token file begins with 256 int32: a magic number, the version, the number of tokens.
+HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+UINT32_FILE = "256 int32 (20240801, 7, number of tokens, zeros), then uint32"
+CONTROLS = bytes([*range(9), *range(14, 27), *range(28, 32), 127])       # without whitespace and escape
+# How files begin that are neither text nor token ids; the name of the group is the format.
+BINARY = re.compile(rb"""(?P<gzip>\x1f\x8b\x08)|(?P<zip>PK(\x03\x04|\x05\x06|\x07\x08))|(?P<bzip2>BZh[1-9](1AY&SY|\x17rE8P))|
+  (?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<lz4>\x04\x22\x4d\x18)|(?P<SevenZip>7z\xbc\xaf)|(?P<rar>Rar!\x1a)|
+  (?P<tar>.{257}ustar)|(?P<NumPy>\x93NUMPY)|(?P<Parquet>PAR1)|(?P<Arrow>ARROW1\x00)|(?P<HDF5>\x89HDF)|(?P<GGUF>GGUF.\x00)|
+  (?P<SQLite>SQLite\ format\ 3)|(?P<safetensors>.{5}\x00{3}\{)|(?P<pickle>\x80[\x02-\x05][\x95\x8a(\])}KXc])|
+  (?P<ELF>\x7fELF)|(?P<Windows>MZ.{62,500}PE\x00)|(?P<Office>\xd0\xcf\x11\xe0)|(?P<PDF>%PDF-)|(?P<PNG>\x89PNG)|
+  (?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|(?P<TIFF>II\*\x00|MM\x00\*)|(?P<RIFF>RIFF.{4}(WAVE|AVI\ |WEBP))|
+  (?P<MP3>ID3[\x02-\x04])|(?P<MP4>.{4}ftyp)|(?P<Ogg>OggS\x00)|(?P<FLAC>fLaC\x00)""", re.VERBOSE | re.DOTALL)
+
+def refuse(fault:Any, message:str) -> None:
+  """ValueError with the message if there is the fault."""
+  if fault: raise ValueError(message)
+
+# *** text ***
 
 @dataclass(frozen=True)
 class Text:
-  """A stream of tokens, cut in two.  digest: sha256 of the validation part as little-endian bytes of its own width."""
+  """A stream of tokens, cut in two.
+
+  name: what was read, and how much of a folder was left out.  is_bytes: False for token ids.
+  digest: sha256 of the validation part, as little-endian integers of its own width.
+  sample_digest: the same of the training part, or of 1,024 blocks spread evenly over a large one.
+  stamp: path, size and time of a file that stays on disk (see `unchanged`), None for a text in memory."""
   name: str
   train: np.ndarray
   val: np.ndarray
-  is_bytes: bool            # else token ids, whose length in bytes is not known
+  is_bytes: bool
   digest: str
+  sample_digest: str
+  stamp: tuple|None
 
 def python_source() -> bytes:
   """The *.py files of the running Python's standard library, by sorted relative path, joined."""
@@ -31,68 +58,131 @@ def python_source() -> bytes:
   files = [p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts)]
   return b"".join(p.read_bytes() for p in sorted(files, key=lambda p: p.relative_to(root).as_posix()))
 
-def token_file(path:Path) -> np.ndarray:
-  """The tokens of a .bin file, mapped, not read: GPT-2 or Llama-3 shards with a header, or headerless uint16.  ValueError if cut short."""
+def _is_text(content:bytes) -> bool:
+  """Whether bytes are text: without NUL, in no binary format, and in UTF-8 or without control characters."""
+  if b"\0" in content or BINARY.match(content): return False
+  try: content.decode()
+  except UnicodeDecodeError: return len(content.translate(None, CONTROLS)) == len(content)
+  return True
+
+def _header(content:bytes) -> list[int]:
+  """What would be the magic number, version and number of tokens of a token file."""
+  return np.frombuffer(content[:12].ljust(12, b"\0"), "<i4").tolist()
+
+def _highest(tokens:np.ndarray) -> int:
+  """The highest token, searched part by part: a mapped file may be larger than the memory."""
+  return max(int(tokens[i:i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
+
+def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool]:
+  """The tokens of a file, and whether they are bytes.  Token ids are GPT-2 or Llama-3 shards, or uint16 in a .bin file.
+  ValueError for a binary format, for a token file that is cut short, and for one that is plainly of another type."""
   size = path.stat().st_size
-  header = np.fromfile(path, dtype="<i4", count=256)
-  kind = HEADERS.get((int(header[0]), int(header[1]))) if len(header) == 256 else None
-  if kind is None:
-    if len(header) > 1 and (known := [version for magic, version in HEADERS if magic == header[0]]):
-      raise ValueError(f"data={path}: its header is cut short, or not of version {known[0]}: copy it again, or make it of that version")
-    if size % 2: raise ValueError(f"data={path}: {size} bytes are no whole number of uint16 tokens, and it has no known header: copy it again")
-    return np.memmap(path, dtype="<u2", mode="r")
-  count, width = int(header[2]), np.dtype(kind).itemsize
-  if size != 1024 + count * width:
-    raise ValueError(f"data={path}: its header promises {count:,} tokens, {1024 + count * width:,} bytes, but it has {size:,}: copy it again")
-  return np.memmap(path, dtype=np.dtype(kind).newbyteorder("<"), mode="r", offset=1024)
+  refuse(size == 0, f"data={spec} is empty: give a file with text in it")
+  raw = np.memmap(path, np.uint8, "r") if size > IN_MEMORY else np.frombuffer(path.read_bytes(), np.uint8)
+  start = raw[:1024].tobytes()
+  if kind := BINARY.match(start):
+    raise ValueError(f"data={spec} is a {kind.lastgroup} file, not text: unpack it, or convert it to text or token ids")
+  magic, version, count = _header(start)
+  if magic in HEADERS:
+    expected, dtype = HEADERS[magic]
+    refuse(len(start) < 1024 or version != expected,
+           f"data={spec}: its header is cut short, or not of version {expected}: copy it again, or make it of that version")
+    promised = 1024 + count * np.dtype(dtype).itemsize
+    refuse(size != promised, f"data={spec} has {size:,} bytes and its header promises {promised:,}: copy it again")
+    return raw[1024:].view(dtype), False
+  if path.suffix != ".bin": return raw, True
+  refuse(size % 2, f"data={spec} has no known header, and {size} bytes are no whole number of uint16: copy it again")
+  refuse(vocab > 1 << 16, f"data={spec} has no header, and uint16 is too small for vocab={vocab}: write {UINT32_FILE}")
+  tokens = raw.view("<u2")
+  # Of ids of 32 bits, every second uint16 is the high half: zero, or small.
+  if size % 4 == 0 and (high := _highest(tokens[1::2])) < 16 and _highest(tokens[::2]) > 16 * high:
+    raise ValueError(f"data={spec} has no header and looks like ids of 32 bits: write uint16, or {UINT32_FILE}")
+  return tokens, False
+
+def _folder(root:Path, spec:str) -> tuple[np.ndarray, str]:
+  """The files of a folder by relative path, joined, and a note of what is left out: hidden files and folders, files that
+  are not text, links to folders, and links to files that are read already."""
+  def stop(error:OSError): raise error
+  paths, contents, left_out = list[Path](), dict[str, bytes](), collections.Counter[str]()
+  for folder, folders, files in os.walk(root, onerror=stop):
+    for path in [Path(folder, name) for name in folders + files]:
+      if path.name.startswith("."): left_out["hidden"] += 1
+      elif path.is_file(): paths.append(path)
+      elif path.is_symlink() or not path.is_dir(): left_out["not files"] += 1
+    folders[:] = [name for name in folders if not name.startswith(".")]
+    if len(paths) > FOLDER[0]: break
+  refuse(len(paths) > FOLDER[0] or sum(path.stat().st_size for path in paths) > FOLDER[1],
+         f"data={spec} holds more than {FOLDER[0]:,} files or {FOLDER[1] >> 30} GiB: give a smaller folder")
+  for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+    content, target = path.read_bytes(), os.path.realpath(path)
+    refuse(_header(content)[0] in HEADERS, f"data={spec} holds token files: name one, data={path} for example")
+    if target in contents: left_out["read already"] += 1
+    elif _is_text(content): contents[target] = content
+    else: left_out["not text"] += 1
+  note = f" (left out: {', '.join(f'{n} {what}' for what, n in left_out.items())})" if left_out else ""
+  tokens = np.frombuffer(b"".join(contents.values()), np.uint8)
+  refuse(not len(tokens), f"data={spec} holds no text{note}: give a folder of text, or name a token file")
+  return tokens, note
+
+def _source(spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
+  """The tokens of `data=spec`, whether they are bytes, and a note of what was left out."""
+  if spec == "python": return np.frombuffer(python_source(), np.uint8), True, ""
+  path = Path(os.path.expanduser(spec))
+  try:
+    refuse(not spec or not path.exists(),
+           f"data={spec} does not exist: give a file, a folder, or leave it out for Python's own source")
+    if not path.is_dir(): return *_file(path, spec, vocab), ""
+    tokens, note = _folder(path, spec)
+    return tokens, True, note
+  except OSError as e: raise ValueError(f"data={e.filename or spec} cannot be read ({e.strerror}): give another") from None
 
 def read(spec:str) -> tuple[np.ndarray, bool]:
-  """The tokens of `data=spec`, and whether they are bytes: "python", a file, a folder (every file in it, by path), or a .bin token file.
-  ValueError, in one line with the fix, for what is missing, empty or cut short."""
-  if spec == "python": return np.frombuffer(python_source(), dtype=np.uint8), True
-  try:
-    path = Path(os.path.expanduser(spec))
-    if not spec or not path.exists(): raise ValueError(f"data={spec} does not exist: give a file, a folder, or leave it out for Python's own source")
-    if path.is_file():
-      if path.stat().st_size == 0: raise ValueError(f"data={spec} is empty: give a file with text in it")
-      return (token_file(path), False) if path.suffix == ".bin" else (np.memmap(path, dtype=np.uint8, mode="r"), True)
-    files = list(itertools.islice((p for p in path.rglob("*") if p.is_file()), FOLDER[0] + 1))
-    if len(files) > FOLDER[0] or sum(p.stat().st_size for p in files) > FOLDER[1]:
-      raise ValueError(f"data={spec} holds more than {FOLDER[0]:,} files or {FOLDER[1] >> 30} GiB, which are read at once: give a smaller folder")
-    files.sort(key=lambda p: p.relative_to(path).as_posix())
-    if shards := [p for p in files if p.suffix == ".bin"]: raise ValueError(f"data={spec} holds token files: name one, data={shards[0]} for example")
-    tokens = np.frombuffer(b"".join(p.read_bytes() for p in files), dtype=np.uint8)
-  except OSError as e: raise ValueError(f"data={spec} cannot be read ({e.strerror}): give another path") from None
-  if not len(tokens): raise ValueError(f"data={spec} holds no text: give a folder with files in it")
-  return tokens, True
+  """The tokens of `data=spec`, and whether they are bytes: "python", a file, a folder, or a .bin token file.
+  ValueError, in one line with the fix, for what is missing, unreadable, empty, cut short, or in a binary format."""
+  return _source(spec, 0)[:2]
 
-def load(spec:str, vocab:int, length:int) -> Text:
-  """The text of `data=spec` (see read), cut in two.  ValueError where it is too short for sequences of `length`, or has a token id >= vocab."""
-  tokens, is_bytes = read(spec)
-  cut = len(tokens) - len(tokens) // VALIDATION
+def _stamp(tokens:np.ndarray) -> tuple|None:
+  if not isinstance(tokens, np.memmap): return None
+  status = os.stat(str(tokens.filename))
+  return tokens.filename, status.st_size, status.st_mtime_ns
+
+def load(spec:str, vocab:int, length:int, parts:int=VALIDATION) -> Text:
+  """The text of `data=spec` (see read).  The last one of so many parts is for validation: all of it with parts=1.
+  ValueError if it is too short for sequences of `length`, or has a token id >= vocab."""
+  tokens, is_bytes, note = _source(spec, vocab)
+  cut = len(tokens) - len(tokens) // parts
   train, val = tokens[:cut], tokens[cut:]
-  if len(val) < length + 1:
-    raise ValueError(f"data={spec} is too short: {len(tokens):,} tokens leave {len(val):,} for validation and length={length} needs "
-                     f"{length + 1}: give {(length + 1) * VALIDATION:,} tokens or a smaller length")
-  highest = max(int(tokens[i:i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
-  if highest >= vocab: raise ValueError(f"data={spec} has token {highest}, outside vocab={vocab}: give vocab={highest + 1} or more")
-  return Text(spec, train, val, is_bytes, hashlib.sha256(val.tobytes()).hexdigest())
+  refuse(len(val) <= length, f"data={spec} is too short: {len(tokens):,} tokens leave {len(val):,} for validation, and length="
+         f"{length} needs {length + 1}: give {(length + 1) * parts:,} tokens or a smaller length")
+  highest = _highest(tokens)
+  refuse(highest >= vocab, f"data={spec} has token {highest}, outside vocab={vocab}: give vocab={highest + 1} or more")
+  starts, sample = range(0, cut, BLOCK), hashlib.sha256()
+  if cut > BLOCKS * BLOCK: starts = np.linspace(0, cut - BLOCK, BLOCKS).astype(np.int64)
+  for start in starts: sample.update(train[start:start + BLOCK].tobytes())
+  digest = hashlib.sha256(val.tobytes()).hexdigest()
+  return Text(spec + note, train, val, is_bytes, digest, sample.hexdigest(), _stamp(tokens))
+
+def unchanged(text:Text) -> None:
+  """ValueError if the file of a text that is mapped, not in memory, is no longer the one that `load` read."""
+  try: same = _stamp(text.val) == text.stamp
+  except OSError: same = False
+  refuse(not same, f"data={text.name} was changed while it is read: copy it, and train on the copy")
 
 def batch(tokens:np.ndarray, rows:int, length:int, seed:int, step:int) -> tuple[np.ndarray, np.ndarray]:
-  """Inputs and targets (rows, length) int32 of a training step, at places drawn from (seed, step) alone: resuming needs no state."""
+  """Inputs and targets (rows, length) int32 of a training step, at places drawn from (seed, step) alone."""
   starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - length, size=rows)
-  picked = np.stack([tokens[s:s + length + 1] for s in starts]).astype(np.int32)
-  return np.ascontiguousarray(picked[:, :-1]), np.ascontiguousarray(picked[:, 1:])
+  sequences = np.stack([tokens[s:s + length + 1] for s in starts]).astype(np.int32)
+  return np.ascontiguousarray(sequences[:, :-1]), np.ascontiguousarray(sequences[:, 1:])
 
 def windows(tokens:np.ndarray, rows:int, length:int, total:int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """Validation batches: about `total` tokens in windows spread evenly over the text, the same ones every time.  A last batch that is not
-  full is filled up with targets of -100."""
+  """Validation batches: about `total` tokens in windows spread evenly over the text, the same ones every time.
+  A last batch that is not full is filled up with targets of -100."""
   count = max(1, min(total, len(tokens) - 1) // length)
   starts = np.linspace(0, len(tokens) - length - 1, count).astype(np.int64)
   for i in range(0, count, rows):
-    picked = np.stack([tokens[s:s + length + 1] for s in starts[i:i + rows]]).astype(np.int32)
-    x, y = np.zeros((rows, length), np.int32), np.full((rows, length), -100, np.int32)
-    x[:len(picked)], y[:len(picked)] = picked[:, :-1], picked[:, 1:]
+    sequences = np.stack([tokens[s:s + length + 1] for s in starts[i:i + rows]]).astype(np.int32)
+    x, y = _blank(rows, length)
+    x[:len(sequences)], y[:len(sequences)] = sequences[:, :-1], sequences[:, 1:]
     yield x, y
 
 def entropy(tokens:np.ndarray) -> float:
@@ -101,254 +191,306 @@ def entropy(tokens:np.ndarray) -> float:
   return float(-(counts / len(tokens) * np.log2(counts / len(tokens))).sum())
 
 def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
-  """A prompt as tokens: its UTF-8 bytes, or comma-separated ids for models of token files.  ValueError for an id outside vocab."""
+  """A prompt as tokens: its UTF-8 bytes, or the comma-separated ids that a model of token files reads.
+  ValueError for an id outside the vocabulary."""
   if is_bytes: ids = list(text.encode())
   else:
-    try: ids = [int(t) for t in text.split(",")]
+    try: ids = [int(word) for word in text.split(",")]
     except ValueError: raise ValueError(f"prompt={text!r}: this model reads token ids: give them as 15,7,32") from None
-  if bad := [i for i in ids if not 0 <= i < vocab]: raise ValueError(f"prompt={text!r} has token {bad[0]}, outside vocab={vocab}: leave it out")
+  for i in ids: refuse(not 0 <= i < vocab, f"prompt={text!r} has token {i}, outside vocab={vocab}: leave it out")
   return ids
 
-# *** tasks: rows examples of (seed, index) -> tokens and labels (rows, length) int32; a label is what is to be said at that place, -100: nothing ***
+# *** tasks: rows examples of (seed, index) -> tokens and labels (rows, length) int32 ***
+# A label is the right answer at its place, -100 where nothing is scored.  Training scores the places that tests score.
+# This is our choice (MAD trains on every next token): the loss then says how much of the task is learned.
+
+HELD_OUT = 1 << 32                                       # training takes examples from index 0 on, evaluation from here on
+NOISE_TOKENS = 16                                        # of noisy recall, whatever the vocabulary
+MAPPING_SEED = 0x6d6164                                  # of memorization: the mapping is the same for every seed
+
+def _blank(rows:int, length:int, token:int=0) -> tuple[np.ndarray, np.ndarray]:
+  """Inputs of one token and labels of -100."""
+  return np.full((rows, length), token, np.int32), np.full((rows, length), -100, np.int32)
+
+def _halves(length:int) -> int:
+  refuse(length % 2, f"length={length} is not even: take {length + 1}")
+  return length // 2
 
 def _drawn(rng:np.random.Generator, rows:int, low:int, high:int, n:int) -> np.ndarray:
-  """n different numbers of low..high-1 in every row, in random order."""
+  """n different numbers of low..high-1 in every row, in random order: (rows, n)."""
   return low + rng.random((rows, high - low)).argsort(1)[:, :n]
 
-def _again(x:np.ndarray) -> np.ndarray:
-  """Where a number stands that stood earlier in its row."""
-  order, found = x.argsort(1, kind="stable"), np.zeros(x.shape, bool)
-  np.put_along_axis(found, order[:, 1:], np.diff(np.take_along_axis(x, order, 1)) == 0, 1)
-  return found
+def _first_places(x:np.ndarray) -> np.ndarray:
+  """For every number of x (rows, n), all of them 0 or more, the place where it stands first in its row."""
+  order = x.argsort(1, kind="stable")
+  is_new = np.diff(np.take_along_axis(x, order, 1), prepend=-1) != 0
+  group_start = np.maximum.accumulate(np.where(is_new, np.arange(x.shape[1]), 0), axis=1)
+  return np.take_along_axis(np.take_along_axis(order, group_start, 1), order.argsort(1), 1)
 
-def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int=4, again:int=0, crowd:float=0.01, noise:bool=False):
-  """Multi-query associative recall (Zoology): k1 v1 ... kN vN, then queries: keys in places drawn with probability ~ i^(crowd-1), so that
-  crowd=0.01 has most of them in front, and crowd=1 none; the label at a key is its value, which is not shown again.  Keys are 1..vocab/2-1, values
-  vocab/2..vocab-1, each once in an example.  again: the forgetting variant, that many keys are written again with another value, and the latest
-  counts.  Between the queries stand zeros, or with noise tokens that are no key of the example."""
-  if length % 2: raise ValueError(f"length={length} is odd, and mqar is made of pairs: take {length + 1}")
-  if vocab <= length: raise ValueError(f"vocab={vocab} is too small for length={length}: take more than {length}")
-  if pairs < 1: raise ValueError(f"pairs={pairs} leaves nothing to ask for: take 1 or more")
-  if not 0 <= again <= pairs: raise ValueError(f"again={again} keys of pairs={pairs} cannot be written again: take 0 to {pairs}")
-  if 2 * (pairs + again) + 2 * pairs > length:
-    raise ValueError(f"length={length} has no room for pairs={pairs} and as many queries: take {4 * pairs + 2 * again} or more")
-  rng, half = np.random.default_rng([seed, index]), vocab // 2
+def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int=4, again:int=0, crowd:float=0.01,
+         noise:bool=False):
+  """Multi-query associative recall (Zoology): k1 v1 ... kN vN, then queries.  The label at a key is its value, which is
+  not shown again.  Keys are 1..vocab/2-1 and values vocab/2..vocab-1, each once in an example.
+  crowd: queries stand at places drawn with probability ~ i^(crowd-1); 0.01 has most in front, 1 is uniform.
+  again: so many keys are written a second time with another value, and the latest counts (the forgetting variant).
+  noise: between the queries stand tokens that are no key of the example, not zeros."""
+  start, half, slots = 2 * (pairs + again), vocab // 2, _halves(length) - pairs - again
+  refuse(vocab <= length, f"vocab={vocab} is too small for length={length}: take more than {length}")
+  refuse(pairs < 1, f"pairs={pairs} leaves nothing to ask for: take 1 or more")
+  refuse(not 0 <= again <= pairs, f"again={again} keys of pairs={pairs} cannot be written again: take 0 to {pairs}")
+  refuse(slots < pairs, f"length={length} has no room for pairs={pairs} and queries: take {start + 2 * pairs} or more")
+  rng, (x, y) = np.random.default_rng([seed, index]), _blank(rows, length)
   keys, values = _drawn(rng, rows, 1, half, pairs), _drawn(rng, rows, half, vocab, pairs + again)
-  written = np.concatenate([keys, keys[:, :again]], axis=1)
-  x, y = np.zeros((rows, length), np.int32), np.full((rows, length), -100, np.int32)
-  start, slots = 2 * (pairs + again), (length - 2 * (pairs + again)) // 2
   if noise:
     filler, is_key = rng.integers(1, vocab, (rows, length)), np.zeros((rows, vocab), bool)
     np.put_along_axis(is_key, keys, True, 1)
     x[:] = np.where(np.take_along_axis(is_key, filler, 1), 0, filler)
-  x[:, 0:start:2], x[:, 1:start:2] = written, values
-  # the largest of log p + Gumbel noise are a draw without replacement
+  x[:, 0:start:2], x[:, 1:start:2] = np.concatenate([keys, keys[:, :again]], axis=1), values
+  # The largest of log p plus Gumbel noise are a draw without replacement.
   order = (-(crowd - 1) * np.log(np.arange(1, slots + 1)) - rng.gumbel(size=(rows, slots))).argsort(1)[:, :pairs]
   latest = np.concatenate([values[:, pairs:], values[:, again:pairs]], axis=1)
-  at = start + 2 * order
-  np.put_along_axis(x, at, keys.astype(np.int32), 1)
-  np.put_along_axis(y, at, latest.astype(np.int32), 1)
+  np.put_along_axis(x, start + 2 * order, keys.astype(np.int32), 1)
+  np.put_along_axis(y, start + 2 * order, latest.astype(np.int32), 1)
   return x, y
 
 def copy(rows:int, seed:int, index:int, vocab:int=32, length:int=64):
-  """length/2 random tokens of 1..vocab-1, then a 0, and the same tokens again: every one of them is the label at the place before it."""
-  if length % 2 or length < 2: raise ValueError(f"length={length} cannot be halved: take an even one")
-  if vocab < 2: raise ValueError(f"vocab={vocab} leaves nothing to copy: take 2 or more")
-  content = np.random.default_rng([seed, index]).integers(1, vocab, (rows, length // 2))
-  x = np.concatenate([content, np.zeros((rows, 1)), content[:, :-1]], axis=1).astype(np.int32)
-  return x, np.where(np.arange(length) < length // 2, -100, np.concatenate([content, content], axis=1)).astype(np.int32)
+  """length/2 random tokens of 1..vocab-1, a 0, and the same tokens again: each is the label at the place before it."""
+  refuse(length < 2, f"length={length} is too short: take 2 or more")
+  refuse(vocab < 2, f"vocab={vocab} leaves nothing to copy: take 2 or more")
+  content, (x, y) = np.random.default_rng([seed, index]).integers(1, vocab, (rows, _halves(length))), _blank(rows, length)
+  x[:, :length // 2], x[:, length // 2 + 1:], y[:, length // 2:] = content, content[:, :-1], content
+  return x, y
 
 def in_context_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, noise:float=0.0):
-  """MAD: pairs of a key (the lower half of the vocabulary) and the value it has in this example (the upper half); the label at a key that was seen
-  before is its value.  noise: that share of the pairs is noise, two tokens of the upper half of the vocabulary, keys and values of the lower."""
-  if length % 2: raise ValueError(f"length={length} is odd, and the task is made of pairs: take {length + 1}")
-  if vocab < 4 or vocab % 4: raise ValueError(f"vocab={vocab} has no halves of keys and values: take a multiple of 4")
-  if not 0 <= noise < 1: raise ValueError(f"noise={noise} is no share: take 0 to 0.9")
-  rng, known = np.random.default_rng([seed, index]), vocab // 2 if noise else vocab
-  n, half = length // 2, known // 2
-  keys = rng.integers(0, half, (rows, n))
-  values = np.take_along_axis(rng.integers(half, known, (rows, half)), keys, 1)
-  noisy = rng.random((rows, n)) < noise
-  other = rng.integers(known, max(vocab, known + 1), (rows, n, 2))
-  x = np.where(noisy[..., None], other, np.stack([keys, values], axis=-1)).reshape(rows, length).astype(np.int32)
-  y = np.full((rows, n, 2), -100, np.int32)
-  y[..., 0] = np.where(_again(np.where(noisy, half + np.arange(n), keys)), values, -100)         # noise repeats nothing
-  return x, y.reshape(rows, length)
+  """MAD: pairs of a key (the lower half of the vocabulary) and the value (the upper half) that it has in this example;
+  the last pair repeats a key.  The label at a key that was seen before is its value.
+  noise: that share of the pairs is noise, two of the highest 16 tokens; keys and values are halves of the others."""
+  n, clean = _halves(length), vocab - (NOISE_TOKENS if noise else 0)
+  refuse(n < 2, f"length={length} asks for nothing: take 4 or more")
+  refuse(clean < 4 or clean % 2, f"vocab={vocab} has no halves of keys and values: take an even one, {vocab - clean + 4} or more")
+  refuse(not 0 <= noise < 1, f"noise={noise} is no share: take 0 to 0.9")
+  rng, row, places = np.random.default_rng([seed, index]), np.arange(rows), np.arange(n)
+  keys, value_of = rng.integers(0, clean // 2, (rows, n)), rng.integers(clean // 2, clean, (rows, clean // 2))
+  is_noise, repeated = rng.random((rows, n)) < noise, rng.integers(0, n - 1, rows)
+  is_noise[row, repeated] = is_noise[:, -1] = False
+  keys[:, -1] = keys[row, repeated]
+  values = np.take_along_axis(value_of, keys, 1)
+  x = np.where(is_noise[..., None], rng.integers(clean, max(vocab, clean + 1), (rows, n, 2)), np.stack([keys, values], -1))
+  is_repeat = _first_places(np.where(is_noise, clean + places, keys)) < places            # noise repeats nothing
+  y = np.stack([np.where(is_repeat, values, -100), np.full((rows, n), -100)], axis=-1)
+  return x.reshape(rows, length).astype(np.int32), y.reshape(rows, length).astype(np.int32)
 
 def noisy_recall(rows:int, seed:int, index:int, vocab:int=32, length:int=128, noise:float=0.2):
   """MAD: in_context_recall where a share of the pairs is noise."""
-  if noise <= 0: raise ValueError(f"noise={noise} leaves no noise: take 0.2, or in_context_recall")
+  refuse(noise <= 0, f"noise={noise} leaves no noise: take 0.2, or in_context_recall")
   return in_context_recall(rows, seed, index, vocab, length, noise)
 
-def selective_copying(rows:int, seed:int, index:int, vocab:int=16, length:int=256, copies:int=16):
-  """MAD: `copies` tokens among blanks (vocab-2), then as many copy tokens (vocab-1), each of them with the next of those tokens as its label."""
-  if vocab < 3: raise ValueError(f"vocab={vocab} leaves nothing to copy beside blank and copy token: take 3 or more")
-  if 2 * copies > length: raise ValueError(f"copies={copies} and their copies do not fit length={length}: take {length // 2} or fewer")
-  rng = np.random.default_rng([seed, index])
-  content = rng.integers(0, vocab - 2, (rows, copies))
-  x, y = np.full((rows, length), vocab - 2, np.int32), np.full((rows, length), -100, np.int32)
-  np.put_along_axis(x, np.sort(_drawn(rng, rows, 0, length - copies, copies), axis=1), content.astype(np.int32), 1)
-  x[:, length - copies:], y[:, length - copies:] = vocab - 1, content
-  return x, y
-
-def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32):
-  """MAD: keys, each followed by the insert token (vocab-1), whose label is the value that the key has in all examples of a seed."""
-  if length % 2: raise ValueError(f"length={length} is odd, and the task is made of pairs: take {length + 1}")
-  if vocab < 3: raise ValueError(f"vocab={vocab} has no key and value beside the insert token: take 3 or more")
-  half = (vocab - 1) // 2
-  values = np.random.default_rng([seed, 0x6d6164]).integers(half, 2 * half, half)              # the same for every index
-  keys = np.random.default_rng([seed, index]).integers(0, half, (rows, length // 2))
-  x, y = np.full((rows, length), vocab - 1, np.int32), np.full((rows, length), -100, np.int32)
-  x[:, ::2], y[:, 1::2] = keys, values[keys]
-  return x, y
-
 def _motifs(rng:np.random.Generator, shape:tuple[int, ...], low:int, high:int, shortest:int) -> np.ndarray:
-  """Motifs of shortest..3 tokens of low..high-1: (*shape, 3), with -1 after the last token."""
-  return np.where(np.arange(3) < rng.integers(shortest, 4, (*shape, 1)), rng.integers(low, high, (*shape, 3)), -1)
+  """Motifs (*shape, 3): ordered choices of shortest..3 different tokens of low..high-1, with -1 after the last token.
+  The length is drawn first, then one of all motifs of that length."""
+  first, second, third = [rng.integers(low, high - taken, shape) for taken in range(3)]
+  second += second >= first
+  third += third >= np.minimum(first, second)
+  third += third >= np.maximum(first, second)
+  return np.where(np.arange(3) < rng.integers(shortest, 4, (*shape, 1)), np.stack([first, second, third], axis=-1), -1)
 
 def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, shortest:int=1):
-  """MAD: recall where vocab/2 keys are motifs of `shortest` to 3 tokens (of the lower half of the vocabulary), no two the same, and their values
-  motifs of 1 to 3 (of the upper half), drawn for every example; pairs follow each other, cut at the end.  Where a key was seen before, each token of
-  its value is the label at the place before it, the first one at the key's last token.  A test takes shortest=3."""
-  if vocab < 4 or vocab % 2: raise ValueError(f"vocab={vocab} has no halves of keys and values: take an even number of 4 or more")
-  if not 1 <= shortest <= 3: raise ValueError(f"shortest={shortest} is no length of a motif: take 1 to 3")
-  if length < 12: raise ValueError(f"length={length} has no room for a pair and its return: take 12 or more")
-  rng, half, n = np.random.default_rng([seed, index]), vocab // 2, length // 2 + 1              # a pair has 2 tokens or more
-  keys, values = _motifs(rng, (rows, half), 0, half, shortest), _motifs(rng, (rows, half), half, vocab, 1)
-  while (twice := _again(keys @ [(half + 1) ** 2, half + 1, 1])).any():
-    keys[twice] = _motifs(rng, (int(twice.sum()),), 0, half, shortest)
-  drawn = rng.integers(0, half, (rows, n))
-  pairs = np.take_along_axis(np.concatenate([keys, values], axis=2), drawn[..., None], 1).reshape(rows, -1)
-  labels = np.where(_again(drawn).repeat(6, axis=1) & (pairs >= half), pairs, -100)
-  at = (pairs < 0).argsort(1, kind="stable")[:, :length + 1]                                    # the tokens without the gaps
-  return np.take_along_axis(pairs, at[:, :-1], 1).astype(np.int32), np.take_along_axis(labels, at[:, 1:], 1).astype(np.int32)
+  """MAD: recall of motifs, which are ordered choices of different tokens.  Padding (vocab-1) stands in front.  Keys are
+  motifs of `shortest` to 3 tokens of the lower half of the others, in tests (from HELD_OUT on) of 3; values are motifs
+  of 1 to 3 tokens of the rest.  The last pair repeats one that is drawn from those before it.  If a key was seen before,
+  each token of its value is the label at the place before it."""
+  refuse(vocab < 7, f"vocab={vocab} has no 3 tokens for keys and 3 for values: take 7 or more")
+  refuse(not 1 <= shortest <= 3, f"shortest={shortest} is no length of a motif: take 1 to 3")
+  refuse(length < 18, f"length={length} has no room for pairs: take 18 or more")
+  if index >= HELD_OUT: shortest = 3
+  rng, half, n = np.random.default_rng([seed, index]), (vocab - 1) // 2, length // (shortest + 1)
+  keys, values = _motifs(rng, (rows, n), 0, half, shortest), _motifs(rng, (rows, n), half, vocab - 1, 1)
+  first = _first_places((keys + 1) @ [vocab * vocab, vocab, 1])                           # a key keeps its first value
+  pairs = np.concatenate([keys, np.take_along_axis(values, first[..., None], 1)], axis=2)                 # (rows,n,6)
+  # There is room for two pairs of 3 + 3 tokens after those that are taken: the last pair, and padding.
+  is_taken = (pairs >= 0).sum(2).cumsum(1) <= length - 12
+  last = np.take_along_axis(pairs, (rng.random(rows) * is_taken.sum(1)).astype(int)[:, None, None], 1)
+  tokens = np.concatenate([np.where(is_taken[..., None], pairs, -1), last], axis=1)       # (rows,n+1,6)
+  is_repeat = np.pad(first < np.arange(n), ((0, 0), (0, 1)), constant_values=True)
+  labels = np.where(is_repeat[..., None] & (tokens >= half), tokens, -100).reshape(rows, -1)
+  tokens = tokens.reshape(rows, -1)
+  order = (tokens >= 0).argsort(1, kind="stable")[:, -length:]                            # the gaps move to the front
+  x, y = np.take_along_axis(tokens, order, 1), np.take_along_axis(labels, np.roll(order, -1, 1), 1)
+  return np.where(x < 0, vocab - 1, x).astype(np.int32), y.astype(np.int32)
+
+def selective_copying(rows:int, seed:int, index:int, vocab:int=16, length:int=256, copies:int=16):
+  """MAD: `copies` tokens at drawn places among blanks (vocab-2), one copy token (vocab-1), then as many blanks, under
+  which the tokens stand as labels, in order."""
+  refuse(vocab < 3, f"vocab={vocab} leaves nothing to copy beside blank and copy token: take 3 or more")
+  refuse(2 * copies >= length, f"copies={copies} do not fit length={length} twice: take {(length - 1) // 2} or fewer")
+  rng, prompt, (x, y) = np.random.default_rng([seed, index]), length - copies - 1, _blank(rows, length, vocab - 2)
+  content = rng.integers(0, vocab - 2, (rows, copies)).astype(np.int32)
+  np.put_along_axis(x, np.sort(_drawn(rng, rows, 0, prompt, copies), axis=1), content, 1)
+  x[:, prompt], y[:, prompt + 1:] = vocab - 1, content
+  return x, y
 
 def compression(rows:int, seed:int, index:int, vocab:int=16, length:int=32):
-  """MAD: length-1 random tokens of 0..vocab-2, then the summary token (vocab-1); every token but that one is the label at its own place.  Not the
-  reading of the other tasks: a decoder that is given only the model's state at the summary token, and a place, is to say what stood there."""
-  if vocab < 3 or length < 2: raise ValueError(f"vocab={vocab} length={length} leave nothing to compress: take 3 and 2, or more")
+  """MAD: random tokens of 0..vocab-2, then the summary token (vocab-1); every token is the label at its own place.
+  It is not read as the other tasks: a decoder is given the state at the summary token and a place, and answers."""
+  refuse(vocab < 3 or length < 2, f"vocab={vocab} length={length} leave nothing to compress: take 3 and 2, or more")
   x = np.random.default_rng([seed, index]).integers(0, vocab - 1, (rows, length)).astype(np.int32)
   x[:, -1] = vocab - 1
-  return x, np.where(np.arange(length) < length - 1, x, -100).astype(np.int32)
+  return x, x.copy()
 
-# *** tasks in bytes: a prompt, as long in every row, its answer and a newline; what fills a shorter answer's row up to the length is not scored ***
+def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32):
+  """MAD: keys, each followed by the insert token (vocab-1), whose label is the key's value.  Keys are mapped one-to-one
+  on values, by a shuffle that is the same in all examples, for every seed."""
+  refuse(vocab < 3, f"vocab={vocab} has no key and value beside the insert token: take 3 or more")
+  half, pairs, (x, y) = (vocab - 1) // 2, _halves(length), _blank(rows, length, vocab - 1)
+  values = half + np.random.default_rng(MAPPING_SEED).permutation(half)
+  x[:, ::2] = np.random.default_rng([seed, index]).integers(0, half, (rows, pairs))
+  y[:, 1::2] = values[x[:, ::2]]
+  return x, y
+
+# *** tasks in bytes: prompts of one length, an answer, a newline; what fills the row after them is not scored ***
+
 _read_once = functools.lru_cache(maxsize=None)(read)
-FILLER = b"A kettle hums on the stove.\nTwo boats drift past the pier.\nSnow melts along the fence.\nSomebody whistles an old tune.\n"
-ADJECTIVES = tuple("amber brave brisk crisp eager early faint fresh happy light lucky proud quiet rapid solid sunny".split())
-NOUNS = tuple("beach bench canal cloud coast field forge grove hotel lodge mount ocean plaza ridge river tower".split())     # all of five letters
-PEOPLE, ROOMS, OBJECTS = ("Ada", "Ben", "Cleo", "Dirk"), ("attic", "cellar", "garden", "hall", "kitchen", "study"), ("coin", "lamp", "rope")
-BABI_LABELS = {1: ROOMS, 2: ROOMS, 3: ROOMS, 4: ROOMS, 5: PEOPLE + OBJECTS}                      # every answer that a question can have
-STORIES = {1: (10, 1, 26), 2: (12, 2, 26), 3: (12, 3, 26), 4: (2, 2, 36), 5: (8, 1, 28)}        # facts: usual, fewest, bytes of the longest
+FILLER = (b"A kettle hums on the stove.\nTwo boats drift past the pier.\n"
+          b"Snow melts along the fence.\nSomebody whistles an old tune.\n")
+# Adjectives and nouns have five letters each, so that all questions have one length.
+ADJECTIVES = "amber brave brisk crisp eager early faint fresh happy light lucky proud quiet rapid solid sunny".split()
+NOUNS = "beach bench canal cloud coast field forge grove hotel lodge mount ocean plaza ridge river tower".split()
+PEOPLE, OBJECTS = ("Ada", "Ben", "Cleo", "Dirk"), ("coin", "lamp", "rope")
+ROOMS = ("attic", "cellar", "garden", "hall", "kitchen", "study")
+# By question: all answers; the usual number of facts, the fewest, and the bytes of the longest.
+BABI_LABELS = dict.fromkeys((1, 2, 3, 4), ROOMS) | {5: PEOPLE + OBJECTS}
+STORIES = {1: (10, 1, 26), 2: (12, 2, 26), 3: (12, 3, 26), 4: (2, 2, 36), 5: (8, 1, 28)}
+
+def _pick(rng:np.random.Generator, options): return options[rng.integers(len(options))]
 
 def _background(rng:np.random.Generator, text:str, size:int) -> bytes:
-  """`size` bytes (1 or more) of text= from a place that is drawn, or the filler sentences over and over; the last one is a newline."""
-  try: source, is_bytes = (np.resize(np.frombuffer(FILLER, dtype=np.uint8), size), True) if text == "filler" else _read_once(text)
-  except ValueError as e: raise ValueError(str(e).replace("data=", "text=")) from None
-  if not is_bytes: raise ValueError(f"text={text} holds token ids, and this task is made of bytes: give a file of text")
-  if len(source) < size: raise ValueError(f"text={text} has {len(source):,} bytes and {size:,} are needed: give a longer one or a smaller length")
+  """`size` bytes of text= from a drawn place, or of the filler sentences over and over; the last one is a newline."""
+  if text == "filler": source, is_bytes = np.resize(np.frombuffer(FILLER, np.uint8), size), True
+  else:
+    try: source, is_bytes = _read_once(text)
+    except ValueError as e: raise ValueError(str(e).replace("data=", "text=")) from None
+  refuse(not is_bytes, f"text={text} holds token ids, and this task is made of bytes: give a file of text")
+  refuse(len(source) < size, f"text={text} has {len(source):,} bytes and {size:,} are needed: give more or a smaller length")
   start = rng.integers(0, len(source) - size + 1)
   return source[start:start + size - 1].tobytes() + b"\n"
 
 def _scattered(rng:np.random.Generator, facts:list[bytes], background:bytes) -> bytes:
-  """The facts in their order, each in a gap between two lines that is drawn with replacement; between sentences where lines are paragraphs."""
+  """The facts in their order, each in a drawn gap between lines, or between sentences where lines are paragraphs."""
   lines = re.findall(rb"[^\n]*\n", background)
   if len(lines) * 200 < len(background): lines = re.findall(rb"[^\n]*?(?:[.!?] |\n)", background)
   cuts = [0, *np.sort(rng.integers(0, len(lines) + 1, len(facts))).tolist(), len(lines)]
   return b"".join(b"".join(lines[a:b]) + fact for a, b, fact in zip(cuts, cuts[1:], [*facts, b""]))
 
 def _answered(prompts:list[bytes], answers:list[bytes], room:int):
-  """Inputs and labels of prompts of one length, with `room` bytes for an answer and its newline; the last byte is a label only."""
-  whole = np.frombuffer(b"".join(p + a.ljust(room, b"\n") for p, a in zip(prompts, answers)), np.uint8).reshape(len(prompts), -1).astype(np.int32)
-  after = np.arange(whole.shape[1] - 1) - len(prompts[0]) + 1                                   # 0 where the answer's first byte is the label
-  return whole[:, :-1].copy(), np.where((after >= 0) & (after <= np.array([[len(a)] for a in answers])), whole[:, 1:], -100).astype(np.int32)
+  """Inputs and labels of prompts of one length, with `room` bytes for an answer and its newline."""
+  text = b"".join(prompt + answer.ljust(room, b"\n") for prompt, answer in zip(prompts, answers))
+  tokens = np.frombuffer(text, np.uint8).reshape(len(prompts), -1).astype(np.int32)
+  x, y = tokens[:, :-1].copy(), np.full_like(tokens[:, 1:], -100)
+  for row, prompt, answer in zip(range(len(x)), prompts, answers):
+    scored = slice(len(prompt) - 1, len(prompt) + len(answer))
+    y[row, scored] = tokens[row, 1:][scored]
+  return x, y
 
 def prompt_length(y:np.ndarray) -> int:
-  """How many tokens of x stand before the answer, in tasks where that is the same in every row: x[:, :this] are the prompts."""
+  """How many tokens stand before the answer, where that is the same in every row: x[:, :this] are the prompts."""
   return int((y >= 0).any(0).argmax()) + 1
 
-def _pick(rng:np.random.Generator, options): return options[rng.integers(len(options))]
-
 def niah(rows:int, seed:int, index:int, kind:str="pk", length:int=512, text:str="python"):
-  """A needle in a haystack (RULER's single needles), in bytes: one sentence, at a depth drawn uniformly, gives a key its value; the question at the
-  end names the key, and the answer is the value and a newline.  kind: pk, filler sentences and a number of 7 digits; n, lines of text= and a number;
-  w, lines of text= and a uuid.  The value is nowhere else in the haystack."""
-  if kind not in ("pk", "n", "w"): raise ValueError(f"kind={kind} is not known: take pk, n or w")
+  """A needle in a haystack (RULER's single needles), in bytes: one sentence, at a uniformly drawn depth, gives a key its
+  value; the question at the end names the key; the answer is the value, which stands nowhere else, and a newline.
+  kind: pk, filler sentences and a number of 7 digits; n, lines of text= and a number; w, lines of text= and a uuid."""
+  refuse(kind not in ("pk", "n", "w"), f"kind={kind} is not known: take pk, n or w")
   name, width = ("code", 36) if kind == "w" else ("number", 7)
-  fixed = 2 * len(f"The {name} of quiet-river is ") + 2 * width + len(".\n")                    # the needle, the question and the answer
-  if length <= fixed: raise ValueError(f"length={length} has no room for needle, question and answer of kind={kind}: take {fixed + 1} or more")
-  rng, prompts, answers = np.random.default_rng([seed, index]), [], []
+  fixed = 2 * len(f"The {name} of quiet-river is ") + 2 * width + len(".\n")              # needle, question and answer
+  refuse(length <= fixed, f"length={length} has no room for a needle of kind={kind} and its question: take {fixed + 1} or more")
+  rng, prompts, answers = np.random.default_rng([seed, index]), list[bytes](), list[bytes]()
   for _ in range(rows):
-    haystack = _background(rng, "filler" if kind == "pk" else text, length - fixed)
+    haystack = value = _background(rng, "filler" if kind == "pk" else text, length - fixed)
     question = f"The {name} of {_pick(rng, ADJECTIVES)}-{_pick(rng, NOUNS)} is ".encode()
-    while (value := str(uuid.UUID(bytes=rng.bytes(16)) if kind == "w" else rng.integers(10 ** 6, 10 ** 7)).encode()) in haystack: pass
+    while value in haystack:
+      value = str(uuid.UUID(bytes=rng.bytes(16)) if kind == "w" else rng.integers(10 ** 6, 10 ** 7)).encode()
     prompts.append(_scattered(rng, [question + value + b".\n"], haystack) + question)
     answers.append(value)
   return _answered(prompts, answers, width + 1)
 
-def _story(rng:np.random.Generator, question:int, facts:int) -> tuple[list[str], dict[str, str]]:
-  """The facts of a story, and what can be asked after the last of them, with the answers: a later fact replaces an earlier one's."""
-  told, asked = list[str](), dict[str, str]()
-  if question == 4:
-    first, middle, last = rng.permutation(ROOMS)[:3].tolist()
-    ahead, behind = _pick(rng, (("north", "south"), ("west", "east")))
-    told = [_pick(rng, (f"The {a} is {ahead} of the {b}.", f"The {b} is {behind} of the {a}.")) for a, b in ((first, middle), (middle, last))]
-    return rng.permutation(told).tolist(), {f"What is {ahead} of the {middle}?": first, f"What is {behind} of the {middle}?": last,
-                                            f"What is the {middle} {behind} of?": first, f"What is the {middle} {ahead} of?": last}
-  # trail: the rooms that an object was in; one that nobody took yet is found wherever somebody takes it
-  where, holder, trail = dict[str, str](), dict[str, str](), dict[str, list[str]]()
-  for _ in range(facts):
-    if question == 5:
-      thing = _pick(rng, OBJECTS)
-      giver = holder.get(thing) or _pick(rng, PEOPLE)
-      holder[thing] = receiver = _pick(rng, [p for p in PEOPLE if p != giver])
-      told.append(f"{giver} gave the {thing} to {receiver}.")
-      asked |= {f"Who last gave the {thing} to {receiver}?": giver, f"What did {giver} last give to {receiver}?": thing,
-                f"To whom did {giver} last give the {thing}?": receiver}
-      continue
-    moves = [(p, "went to", room) for p in PEOPLE for room in ROOMS if where.get(p) != room]
-    takes = [(p, "took", o) for p, r in where.items() for o in OBJECTS if question > 1 and o not in holder and trail.get(o, [r])[-1] == r]
+def _story(rng:np.random.Generator, question:int, count:int) -> tuple[list[str], dict[str, str]]:
+  """The facts of a story, and what can be asked after the last of them, with the answers."""
+  if question == 4: return _rooms_in_line(rng)
+  if question == 5: return _gifts(rng, count)
+  facts, room_of, holder = list[str](), dict[str, str](), dict[str, str]()
+  trail = dict[str, list[str]]()                         # the rooms of an object; until somebody takes it, it may be anywhere
+  for _ in range(count):
+    moves = [(p, "went to", room) for p in PEOPLE for room in ROOMS if room_of.get(p) != room]
+    free = [o for o in OBJECTS if question > 1 and o not in holder]
+    takes = [(p, "took", o) for p, room in room_of.items() for o in free if trail.get(o, [room])[-1] == room]
     drops = [(p, "dropped", o) for o, p in holder.items()]
-    who, did, what = _pick(rng, _pick(rng, [actions for actions in (moves, takes, drops) if actions]))
-    told.append(f"{who} {did} the {what}.")
-    if did == "took": holder[what], trail[what] = who, trail.get(what, [where[who]])
-    elif did == "dropped": del holder[what]
+    person, verb, what = _pick(rng, _pick(rng, [actions for actions in (moves, takes, drops) if actions]))
+    facts.append(f"{person} {verb} the {what}.")
+    if verb == "dropped": del holder[what]
+    elif verb == "took":
+      holder[what] = person
+      trail.setdefault(what, [room_of[person]])
     else:
-      where[who] = what
-      for thing in [o for o, p in holder.items() if p == who]: trail[thing].append(what)
-  if question == 1: asked = {f"Where is {p}?": room for p, room in where.items()}
-  if question == 2: asked = {f"Where is the {o}?": rooms[-1] for o, rooms in trail.items()}
-  if question == 3: asked = {f"Where was the {o} before it last came to the {b}?": a for o, t in trail.items() for a, b in zip(t, t[1:])}
-  return told, asked
+      room_of[person] = what
+      for thing in [o for o, p in holder.items() if p == person]: trail[thing].append(what)
+  if question == 1: return facts, {f"Where is {p}?": room for p, room in room_of.items()}
+  if question == 2: return facts, {f"Where is the {o}?": rooms[-1] for o, rooms in trail.items()}
+  steps = [(o, a, b) for o, rooms in trail.items() for a, b in zip(rooms, rooms[1:])]
+  return facts, {f"Where was the {o} before it last came to the {b}?": a for o, a, b in steps}
+
+def _rooms_in_line(rng:np.random.Generator) -> tuple[list[str], dict[str, str]]:
+  first, middle, last = rng.permutation(ROOMS)[:3].tolist()
+  ahead, behind = _pick(rng, (("north", "south"), ("west", "east")))
+  facts = [_pick(rng, (f"The {a} is {ahead} of the {b}.", f"The {b} is {behind} of the {a}."))
+           for a, b in ((first, middle), (middle, last))]
+  return rng.permutation(facts).tolist(), {
+    f"What is {ahead} of the {middle}?": first, f"What is {behind} of the {middle}?": last,
+    f"What is the {middle} {behind} of?": first, f"What is the {middle} {ahead} of?": last}
+
+def _gifts(rng:np.random.Generator, count:int) -> tuple[list[str], dict[str, str]]:
+  facts, asked, holder = list[str](), dict[str, str](), dict[str, str]()
+  for _ in range(count):
+    thing = _pick(rng, OBJECTS)
+    giver = holder.get(thing) or _pick(rng, PEOPLE)
+    holder[thing] = receiver = _pick(rng, [person for person in PEOPLE if person != giver])
+    facts.append(f"{giver} gave the {thing} to {receiver}.")
+    asked |= {f"Who last gave the {thing} to {receiver}?": giver, f"What did {giver} last give to {receiver}?": thing,
+              f"To whom did {giver} last give the {thing}?": receiver}
+  return facts, asked
 
 def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str="filler", facts:int=0):
-  """BABILong, with stories of our own, in bytes: facts scattered over lines of background (text=, or filler sentences), then a question; the answer
-  is one word of BABI_LABELS[question] and a newline.  question: 1, where somebody is; 2, where an object is that was carried; 3, where it was before;
-  4, what lies beside a room, of three in a line; 5, who gave what to whom.  facts: how many a story has, 0 for as many as is usual."""
-  if question not in STORIES: raise ValueError(f"question={question} is not known: take 1 to 5")
-  (usual, fewest, longest), room = STORIES[question], max(map(len, BABI_LABELS[question])) + 1
-  count = facts or usual
-  if count < fewest or question == 4 and count > 2:
-    raise ValueError(f"facts={facts} do not fit question={question}: take {fewest}{' or more' if question != 4 else ''}")
-  least = count * longest + 56 + room                                                           # 55 for the longest question, 1 of background
-  if length < least: raise ValueError(f"length={length} has no room for {count} facts and the question: take {least} or more, or fewer facts")
-  rng, prompts, answers = np.random.default_rng([seed, index]), [], []
+  """BABILong, with stories of our own, in bytes: facts scattered over lines of background (text=, or filler sentences),
+  then a question; the answer is one word of BABI_LABELS[question] and a newline.
+  question: 1, where somebody is; 2, where an object is that was carried; 3, where it was before; 4, what lies beside a
+  room, of three in a line; 5, who gave what to whom.  facts: how many a story has, 0 for as many as is usual."""
+  refuse(question not in STORIES, f"question={question} is not known: take 1 to 5")
+  usual, fewest, longest = STORIES[question]
+  count, room, most = facts or usual, max(map(len, BABI_LABELS[question])) + 1, 2 if question == 4 else 1 << 16
+  refuse(not fewest <= count <= most, f"facts={facts} do not fit question={question}: take {fewest}{' or more' * (most > 2)}")
+  least = count * longest + 56 + room                    # 55 for the longest question, 1 of background
+  refuse(length < least, f"length={length} has no room for {count} facts and the question: take {least} or more, or fewer facts")
+  rng, prompts, answers = np.random.default_rng([seed, index]), list[bytes](), list[bytes]()
   for _ in range(rows):
     told, asked = _story(rng, question, count)
     while not asked: told, asked = _story(rng, question, count)
     words, answer = _pick(rng, list(asked.items()))
     lines, end = [f"{fact}\n".encode() for fact in told], f"{words} ".encode()
-    prompts.append(_scattered(rng, lines, _background(rng, text, length + 1 - room - len(end) - sum(map(len, lines)))) + end)
+    background = _background(rng, text, length + 1 - room - len(end) - sum(map(len, lines)))
+    prompts.append(_scattered(rng, lines, background) + end)
     answers.append(answer.encode())
   return _answered(prompts, answers, room)
 
-TASKS = {f.__name__: f for f in (mqar, copy, in_context_recall, noisy_recall, fuzzy_recall, selective_copying, compression, memorization, niah, babi)}
+# *** tasks by name ***
+
+TASKS = {task.__name__: task for task in (mqar, copy, in_context_recall, noisy_recall, fuzzy_recall, selective_copying,
+                                          compression, memorization, niah, babi)}
 BYTE_TASKS = ("niah", "babi")
-HELD_OUT = 1 << 32                                       # training takes the examples from index 0 on, evaluation those from here on
-# What a task is evaluated at beyond its own settings: factors, and for shortest its value.
+LONGEST = 1 << 20                                        # bytes of an example
+# What a task is evaluated at beyond its own settings, in factors of them.
 BEYOND: dict[str, list[dict]] = {
-  "mqar": [dict(pairs=2, again=2, length=2), dict(length=2), dict(length=4)], "fuzzy_recall": [dict(shortest=3), dict(shortest=3, length=2)],
-  "selective_copying": [dict(length=2), dict(copies=2, length=2)], "compression": [], "niah": [dict(length=n) for n in (2, 4, 8, 16)],
-  "babi": [dict(length=n) for n in (2, 4, 8)]}
+  "mqar": [dict(pairs=2, again=2, length=2), dict(length=2), dict(length=4)], "compression": [],
+  "selective_copying": [dict(length=2), dict(copies=2, length=2)],
+  "niah": [dict(length=n) for n in (2, 4, 8, 16)], "babi": [dict(length=n) for n in (2, 4, 8)]}
 
 @dataclass(frozen=True)
 class Task:
@@ -357,62 +499,107 @@ class Task:
   settings: dict
   vocab: int
   is_bytes: bool
-  def batch(self, rows:int, seed:int, index:int, **other) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels (rows, length), -100: not scored; other: settings in place of its own."""
-    return TASKS[self.name](rows, seed, index, **self.settings | other)
+  def batch(self, rows:int, seed:int, index:int, **changed) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels (rows, length), -100: not scored; changed: settings in place of its own."""
+    return TASKS[self.name](rows, seed, index, **self.settings | changed)
   def variants(self) -> list[dict]:
     """The settings to evaluate at: its own, then those beyond, as far as the task can be made with them."""
-    found: list[dict] = [{}]
-    for row in BEYOND.get(self.name, [dict(length=2), dict(length=4)]):
-      other = {n: by if n == "shortest" else self.settings[n] * by for n, by in row.items()}
-      try: self.batch(1, 0, 0, **other)
+    variants: list[dict] = [{}]
+    for factors in BEYOND.get(self.name, [dict(length=2), dict(length=4)]):
+      changed = {name: self.settings[name] * factor for name, factor in factors.items()}
+      if changed["length"] > LONGEST: continue
+      try: self.batch(1, 0, 0, **changed)
       except ValueError: continue
-      found.append(other)
-    return found
+      variants.append(changed)
+    return variants
+
+def _defaults(function:Callable) -> dict[str, Any]:
+  return {n: p.default for n, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
+
+def task_settings(name:str, words:list[str]) -> tuple[Callable, dict]:
+  """The task of that name, and its settings from words like pairs=3 (seed is one of them).
+  ValueError for what it does not have or cannot be."""
+  refuse(name not in TASKS, f"{name + ' is none: ' if name else ''}name a task: {', '.join(TASKS)}")
+  types = {"seed": int} | {key: type(default) for key, default in _defaults(TASKS[name]).items()}
+  bounds = {"seed": 2 ** 31 - 1} | ({"length": LONGEST} if name in BYTE_TASKS else {})
+  settings: dict[str, Any] = {}
+  for key, _, value in [word.partition("=") for word in words]:
+    refuse(key not in types, f"{key} is not a setting of {name}: take one of {', '.join(types)}")
+    try: settings[key] = types[key](int(value) if types[key] is bool else value)
+    except ValueError: raise ValueError(f"{key}={value}: {value!r} is not a number: give one") from None
+    most = bounds.get(key, 1 << 16)
+    refuse(types[key] is not str and not 0 <= settings[key] <= most, f"{key}={value} is out of range: {name} takes 0 to {most}")
+  return TASKS[name], settings
 
 def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
-  """The task of `task=spec`: its name, then settings as in mqar:pairs=32,again=8; length and vocab may come from their own keys.  ValueError."""
+  """The task of `task=spec`: its name, then settings as in mqar:pairs=32,again=8; length and vocab may come from their
+  own keys.  ValueError."""
   name, _, words = spec.partition(":")
-  made, settings = task_settings(name, [w for w in words.split(",") if w])
-  known = {n: p.default for n, p in inspect.signature(made).parameters.items() if p.default is not p.empty}
+  function, settings = task_settings(name, [word for word in words.split(",") if word])
+  defaults, is_bytes = _defaults(function), name in BYTE_TASKS
   for key, x in (("length", length), ("vocab", vocab)):
-    if x is not None and settings.get(key, x) != x: raise ValueError(f"{key}={x} contradicts task={spec}: give one of them")
-    if x is not None and key in known: settings |= task_settings(name, [f"{key}={x}"])[1]
-  if name in BYTE_TASKS and (vocab or 256) < 256: raise ValueError(f"vocab={vocab} is too small for task={name}, which is made of bytes: take 256")
-  if "seed" in settings: raise ValueError(f"task={spec}: seed is a key of its own: give seed={settings['seed']}")
-  settings = known | settings
-  found = Task(name, settings, settings.get("vocab", max(vocab or 256, 256)), name in BYTE_TASKS)
-  size = settings["length"] + found.vocab
-  if not (found.batch(1 if found.is_bytes else max(1, min(64, (1 << 18) // size)), 0, 0)[1] >= 0).any():
-    raise ValueError(f"task={spec} asks for nothing: take a greater length")
-  return found
+    if x is None: continue
+    refuse(settings.get(key, x) != x, f"{key}={x} contradicts task={spec}: give one of them")
+    if key in defaults: settings |= task_settings(name, [f"{key}={x}"])[1]
+  refuse(is_bytes and vocab and vocab < 256, f"vocab={vocab} is too small for task={name}, made of bytes: take 256")
+  refuse("seed" in settings, f"task={spec}: seed is a key of its own: give seed={settings.get('seed')}")
+  settings = defaults | settings
+  result = Task(name, settings, settings.get("vocab", vocab or 256), is_bytes)
+  rows = 1 if is_bytes else max(1, min(64, (1 << 18) // (settings["length"] + result.vocab)))
+  refuse((result.batch(rows, 0, 0)[1] < 0).all(), f"task={spec} asks for nothing: take a greater length")
+  return result
+
+def shown(argv:list[str]) -> int:
+  """Prints two examples of the task argv[0], its settings as key=value: a scored token is followed by >label, a scored
+  answer in bytes by <."""
+  try:
+    function, settings = task_settings("".join(argv[:1]), argv[1:])
+    x, y = function(2, index=0, **{"seed": 0} | settings)
+  except ValueError as e:
+    print("error:", e, file=sys.stderr)
+    return 2
+  print(inspect.getdoc(function), end="\n\n")
+  for tokens, labels in zip(x, y):
+    if argv[0] in BYTE_TASKS:
+      prompt, answer = tokens[:prompt_length(y)], labels[labels >= 0]
+      print(*[bytes(part.tolist()).decode(errors="replace") for part in (prompt, answer)], sep=">", end="<\n")
+    else: print(" ".join(f"{token}>{label}" if label >= 0 else str(token) for token, label in zip(tokens, labels)))
+    print(f"({(labels >= 0).sum()} of {len(labels)} places scored)\n")
+  return 0
 
 # *** weights in files: safetensors, with settings and a checksum of the whole file in the metadata ***
 
 FORMAT, UNSIGNED = "atlas-2", "0" * 64
 
 class Saved(NamedTuple):
-  """A file that was found whole: its metadata, and its tensors, which stay on disk until they are used."""
+  """A file of weights: its metadata, its tensors, which stay on disk until they are used, and whether it has a checksum,
+  which agrees.  Other tools leave the checksum out."""
   path: Path
   meta: dict[str, Any]
   tensors: dict[str, Tensor]
+  signed: bool
 
 def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> None:
-  """Writes a file under a temporary name, syncs, renames: whole or not at all.  OSError where there is no room.
-  The checksum is that of the file with zeros in its place.  (Not tinygrad's safe_save: a full disk is a signal to its memory map, not an error.)"""
-  path = Path(path)
-  header, at = cast(dict[str, dict], {"__metadata__": {"format": FORMAT, "sha256": UNSIGNED} | {n: json.dumps(x) for n, x in meta.items()}}), 0
+  """Writes a file under a temporary name, syncs it, and renames it.  OSError where there is no room.
+  The checksum is that of the file with zeros in the checksum's place.  (tinygrad's safe_save writes through a memory
+  map, where a full disk is a signal, not an error.)"""
+  path, end = Path(path), 0
+  header: dict[str, dict] = {"__metadata__": {"format": FORMAT, "sha256": UNSIGNED} | {n: json.dumps(x) for n, x in meta.items()}}
   for name, t in tensors.items():
-    header[name] = {"dtype": inverse_safe_dtypes[t.dtype], "shape": list(t.shape), "data_offsets": [at, at := at + t.nbytes()]}
+    start, end = end, end + t.nbytes()
+    header[name] = {"dtype": inverse_safe_dtypes[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)
-  temporary, checksum = path.with_suffix(".tmp"), hashlib.sha256()
+  start_of_file = len(text).to_bytes(8, "little") + text
+  temporary, checksum = path.with_suffix(".tmp"), hashlib.sha256(start_of_file)
   try:
     with temporary.open("wb") as file:
-      for part in itertools.chain((len(text).to_bytes(8, "little"), text), (t.numpy().tobytes() for t in tensors.values())):
-        file.write(part)
-        checksum.update(part)
-      file.seek(8 + text.index(UNSIGNED.encode()))
+      file.write(start_of_file)
+      for t in tensors.values():
+        content = t.numpy().tobytes()
+        file.write(content)
+        checksum.update(content)
+      file.seek(start_of_file.index(UNSIGNED.encode()))
       file.write(checksum.hexdigest().encode())
       file.flush()
       os.fsync(file.fileno())
@@ -422,92 +609,67 @@ def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> 
     raise
 
 def read_file(path:str|Path) -> Saved:
-  """What `save_file` wrote.  Nothing in the file is executed.  ValueError for anything else, and for a file that is not whole to the last bit."""
+  """What `save_file` wrote, also when another tool wrote it again without our checksum.  Nothing in the file is
+  executed.  ValueError for a file of another kind or version, or one that is damaged."""
   path = Path(path)
-  foreign = f"{path} is not a checkpoint of this project, or is damaged: move it away or name another"
   try:
     with path.open("rb") as file:
-      size = file.read(8)
-      text = file.read(min(int.from_bytes(size, "little"), path.stat().st_size))
-      meta = json.loads(text)["__metadata__"]
-      version, said = meta.pop("format"), meta.pop("sha256", "")
-      checksum = hashlib.sha256(size + text.replace(said.encode(), UNSIGNED.encode(), 1))
-      while part := file.read(1 << 24): checksum.update(part)
-    if version == FORMAT and checksum.hexdigest() == said: return Saved(path, {n: json.loads(x) for n, x in meta.items()}, safe_load(path))
+      prefix = file.read(8)
+      text = file.read(min(int.from_bytes(prefix, "little"), path.stat().st_size))
+      header = json.loads(text)
+      meta = header.pop("__metadata__")
+      version, signature = meta.pop("format"), meta.pop("sha256", UNSIGNED)
+      checksum = hashlib.sha256(prefix + text.replace(signature.encode(), UNSIGNED.encode(), 1))
+      while content := file.read(1 << 24): checksum.update(content)
+      end = max(entry["data_offsets"][1] for entry in header.values())
+      intact = signature in (UNSIGNED, checksum.hexdigest()) and file.tell() == 8 + len(text) + end
+    if version == FORMAT and intact:
+      return Saved(path, {n: json.loads(x) for n, x in meta.items()}, safe_load(path), signature != UNSIGNED)
   except OSError as e: raise ValueError(f"{path} cannot be read ({e.strerror}): name another") from None
-  except Exception: raise ValueError(foreign) from None                        # whatever a foreign file holds, the user needs the same advice
-  if version == FORMAT: raise ValueError(f"{path} is damaged, its checksum does not match: move it away or name another")
-  if not str(version).startswith("atlas-"): raise ValueError(foreign)
+  except Exception: version = ""                         # whatever a foreign file holds, the user needs the same advice
+  refuse(version == FORMAT, f"{path} is damaged, its checksum does not match: move it away or name another")
+  refuse(not str(version).startswith("atlas-"),
+         f"{path} is not a checkpoint of this project, or is damaged: move it away or name another")
   raise ValueError(f"{path} has the format {version}, and this version reads {FORMAT}: use the version that wrote it")
 
 # *** lines of JSON for evaluation ***
 
 def _is_word(x) -> bool: return isinstance(x, str) and bool(x.strip())
 
-def _sound(row) -> str:
+def _kind(row) -> str:
   """The kind of a line: choice, recall or last.  ValueError says what is wrong with it."""
-  if not isinstance(row, dict): raise ValueError("is not an object")
+  refuse(not isinstance(row, dict), "is not an object")
+  context, choices, answer, answers = [row.get(key) for key in ("context", "choices", "answer", "answers")]
   if "choices" in row:
-    context, choices, answer = row.get("context"), row["choices"], row.get("answer")
-    if not isinstance(context, str) or not _is_word(row.get("suffix", "x")): raise ValueError("context (or suffix) is not text")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_word, choices)): raise ValueError("choices is no list of texts")
-    if not (answer in choices if isinstance(answer, str) else type(answer) is int and 0 <= answer < len(choices)):
-      raise ValueError("answer is neither one of the choices nor the number of one, from 0")
+    refuse(not isinstance(context, str) or not _is_word(row.get("suffix", "x")), "context (or suffix) is not text")
+    refuse(not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_word, choices)), "choices is no list of texts")
+    known = answer in choices if isinstance(answer, str) else type(answer) is int and 0 <= answer < len(choices)
+    refuse(not known, "answer is neither one of the choices nor the number of one, from 0")
     return "choice"
   if "question" in row:
-    if not isinstance(row.get("context"), str) or not _is_word(row["question"]): raise ValueError("context or question is not text")
-    if not isinstance(row.get("answers"), list) or not row["answers"] or not all(map(_is_word, row["answers"])):
-      raise ValueError("answers is not a list of texts")
+    refuse(not isinstance(context, str) or not _is_word(row["question"]), "context or question is not text")
+    refuse(not isinstance(answers, list) or not answers or not all(map(_is_word, answers)), "answers is not a list of texts")
     return "recall"
-  if not isinstance(row.get("text"), str) or len(row["text"].split()) < 2:
-    raise ValueError("has neither choices, nor question, nor a text of two words or more")
+  refuse(not isinstance(row.get("text"), str) or len(row["text"].split()) < 2,
+         "has neither choices, nor question, nor a text of two words or more")
   return "last"
 
 def json_lines(path:Path, skip_bad:bool=False) -> tuple[list[tuple[str, dict]], int]:
-  """(kind, line) of every line that is not blank, and how many bad ones were skipped.  ValueError names the first bad line and what is wrong."""
-  found, skipped = list[tuple[str, dict]](), 0
+  """(kind, line) of every line that is not blank, and how many bad ones were skipped.
+  ValueError names the first bad line and what is wrong."""
+  rows, skipped = list[tuple[str, dict]](), 0
   try: lines = path.read_bytes().split(b"\n")
   except OSError as e: raise ValueError(f"data={path} cannot be read ({e.strerror}): give another path") from None
   for n, line in enumerate(lines, 1):
     if not line.strip(): continue
     try:
-      try: json.dumps(row := json.loads(line), ensure_ascii=False).encode()                     # "\ud800" is JSON, and no text
+      try: json.dumps(row := json.loads(line), ensure_ascii=False).encode()               # "\ud800" is JSON, and no text
       except (ValueError, RecursionError): raise ValueError("is not JSON in UTF-8") from None
-      found.append((_sound(row), row))
+      rows.append((_kind(row), row))
     except ValueError as e:
-      if not skip_bad: raise ValueError(f"data={path}, line {n} {e}: mend it, or leave such lines out with skip_bad=1") from None
+      refuse(not skip_bad, f"data={path}, line {n} {e}: mend it, or leave such lines out with skip_bad=1")
       skipped += 1
-  if not found: raise ValueError(f"data={path} has no line to evaluate: give one with context, choices and answer, for example")
-  return found, skipped
-
-def task_settings(name:str, words:list[str]) -> tuple[Callable, dict]:
-  """The task of that name, and its settings from words like pairs=3 (seed is one of them).  ValueError for what it does not have or cannot be."""
-  if name not in TASKS: raise ValueError(f"{name + ' is none: ' if name else ''}name a task: {', '.join(TASKS)}")
-  known = {n: type(p.default) for n, p in inspect.signature(TASKS[name]).parameters.items() if p.default is not p.empty}
-  settings: dict = {}
-  for word in words:
-    key, _, value = word.partition("=")
-    if key not in known and key != "seed": raise ValueError(f"{word} is not a setting of {name}: take one of seed, {', '.join(known)}")
-    try: x = settings[key] = known.get(key, int)(int(value) if known.get(key) is bool else value)
-    except ValueError: raise ValueError(f"{word}: {value!r} is not a number: give one") from None
-    most = 2 ** 31 - 1 if key == "seed" else 1 << 16
-    if not isinstance(x, str) and not 0 <= x <= most: raise ValueError(f"{word} is out of range: {name} takes 0 to {most}")
-  return TASKS[name], settings
-
-def shown(argv:list[str]) -> int:
-  """Prints two examples of the task argv[0], its settings as key=value: a scored token is followed by >label, a scored answer in bytes by <."""
-  try:
-    task, settings = task_settings("".join(argv[:1]), argv[1:])
-    x, y = task(2, index=0, **{"seed": 0} | settings)
-  except ValueError as e:
-    print("error:", e, file=sys.stderr)
-    return 2
-  print((task.__doc__ or "").replace("\n  ", "\n") + "\n")
-  for tokens, labels in zip(x, y):
-    if task.__name__ in BYTE_TASKS:
-      print(*(bytes(part.tolist()).decode(errors="replace") for part in (tokens[:prompt_length(y)], labels[labels >= 0])), sep=">", end="<\n")
-    else: print(" ".join(f"{t}>{label}" if label >= 0 else str(t) for t, label in zip(tokens, labels)))
-    print(f"({(labels >= 0).sum()} of {len(labels)} places scored)\n")
-  return 0
+  refuse(not rows, f"data={path} has no line to evaluate: give one with context, choices and answer, for example")
+  return rows, skipped
 
 if __name__ == "__main__": sys.exit(shown(sys.argv[1:]))
