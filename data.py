@@ -9,26 +9,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
+from numpy.random import Generator, default_rng
 from tinygrad import Tensor
 from tinygrad.nn.state import inverse_safe_dtypes, safe_load
 
 VALIDATION = 10                                          # the last one of so many parts is for validation
-IN_MEMORY = 2 << 30                                      # bytes up to which a file is read at once; a larger one is mapped
+IN_MEMORY = 2 << 30                                      # bytes up to which a file is read at once; larger ones are mapped
 FOLDER = (100_000, 1 << 32)                              # files and bytes that a folder of text may have
 BLOCKS, BLOCK = 1024, 1 << 16                            # blocks, and tokens in each, that Text.sample_digest covers
 SKIPPED = {"site-packages", "dist-packages", "test", "idlelib", "lib2to3", "__pycache__"}
 # A token file begins with 256 int32: a magic number, the version, the number of tokens.
 HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 UINT32_FILE = "256 int32 (20240801, 7, number of tokens, zeros), then uint32"
-CONTROLS = bytes([*range(9), *range(14, 27), *range(28, 32), 127])       # without whitespace and escape
+CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")             # without whitespace and escape
 # How files begin that are neither text nor token ids; the name of the group is the format.
 BINARY = re.compile(rb"""(?P<gzip>\x1f\x8b\x08)|(?P<zip>PK(\x03\x04|\x05\x06|\x07\x08))|(?P<bzip2>BZh[1-9](1AY&SY|\x17rE8P))|
-  (?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<lz4>\x04\x22\x4d\x18)|(?P<SevenZip>7z\xbc\xaf)|(?P<rar>Rar!\x1a)|
-  (?P<tar>.{257}ustar)|(?P<NumPy>\x93NUMPY)|(?P<Parquet>PAR1)|(?P<Arrow>ARROW1\x00)|(?P<HDF5>\x89HDF)|(?P<GGUF>GGUF.\x00)|
-  (?P<SQLite>SQLite\ format\ 3)|(?P<safetensors>.{5}\x00{3}\{)|(?P<pickle>\x80[\x02-\x05][\x95\x8a(\])}KXc])|
-  (?P<ELF>\x7fELF)|(?P<Windows>MZ.{62,500}PE\x00)|(?P<Office>\xd0\xcf\x11\xe0)|(?P<PDF>%PDF-)|(?P<PNG>\x89PNG)|
-  (?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|(?P<TIFF>II\*\x00|MM\x00\*)|(?P<RIFF>RIFF.{4}(WAVE|AVI\ |WEBP))|
-  (?P<MP3>ID3[\x02-\x04])|(?P<MP4>.{4}ftyp)|(?P<Ogg>OggS\x00)|(?P<FLAC>fLaC\x00)""", re.VERBOSE | re.DOTALL)
+  (?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<SevenZip>7z\xbc\xaf)|(?P<rar>Rar!\x1a)|(?P<tar>.{257}ustar)|
+  (?P<NumPy>\x93NUMPY)|(?P<Parquet>PAR1)|(?P<Arrow>ARROW1\x00)|(?P<HDF5>\x89HDF)|(?P<SQLite>SQLite\ format\ 3)|
+  (?P<safetensors>.{5}\x00{3}\{)|(?P<GGUF>GGUF.\x00)|(?P<pickle>\x80[\x02-\x05][\x95\x8a(\])}KXc])|(?P<ELF>\x7fELF)|
+  (?P<PDF>%PDF-)|(?P<PNG>\x89PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|(?P<RIFF>RIFF.{4}(WAVE|AVI\ |WEBP))|
+  (?P<Ogg>OggS\x00)|(?P<FLAC>fLaC\x00)|(?P<MP3>ID3[\x02-\x04])|(?P<MP4>.{4}ftyp)""", re.VERBOSE | re.DOTALL)
+
+Arrays = tuple[np.ndarray, np.ndarray]                   # inputs, and targets or labels
 
 def refuse(fault:Any, message:str) -> None:
   """ValueError with the message if there is the fault."""
@@ -38,19 +40,15 @@ def refuse(fault:Any, message:str) -> None:
 
 @dataclass(frozen=True)
 class Text:
-  """A stream of tokens, cut in two.
-
-  name: what was read, and how much of a folder was left out.  is_bytes: False for token ids.
-  digest: sha256 of the validation part, as little-endian integers of its own width.
-  sample_digest: the same of the training part, or of 1,024 blocks spread evenly over a large one.
-  stamp: path, size and time of a file that stays on disk (see `unchanged`), None for a text in memory."""
-  name: str
+  """A stream of tokens, cut in two.  digest: sha256 of the validation part, as little-endian integers of its own width.
+  sample_digest: the same of the training part, or of 1,024 blocks spread evenly over a large one."""
+  name: str                 # what was read, and how much of a folder was left out
   train: np.ndarray
   val: np.ndarray
-  is_bytes: bool
+  is_bytes: bool            # False for token ids
   digest: str
   sample_digest: str
-  stamp: tuple|None
+  stamp: tuple|None         # path, size and time of a mapped file (see `unchanged`), None for a text in memory
 
 def python_source() -> bytes:
   """The *.py files of the running Python's standard library, by sorted relative path, joined."""
@@ -61,9 +59,7 @@ def python_source() -> bytes:
 def _is_text(content:bytes) -> bool:
   """Whether bytes are text: without NUL, in no binary format, and in UTF-8 or without control characters."""
   if b"\0" in content or BINARY.match(content): return False
-  try: content.decode()
-  except UnicodeDecodeError: return len(content.translate(None, CONTROLS)) == len(content)
-  return True
+  return "\ufffd" not in content.decode(errors="replace") or not CONTROLS.search(content)
 
 def _header(content:bytes) -> list[int]:
   """What would be the magic number, version and number of tokens of a token file."""
@@ -75,18 +71,18 @@ def _highest(tokens:np.ndarray) -> int:
 
 def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool]:
   """The tokens of a file, and whether they are bytes.  Token ids are GPT-2 or Llama-3 shards, or uint16 in a .bin file.
-  ValueError for a binary format, for a token file that is cut short, and for one that is plainly of another type."""
+  ValueError for a binary format, and for a token file that is cut short or plainly of another type."""
   size = path.stat().st_size
   refuse(size == 0, f"data={spec} is empty: give a file with text in it")
   raw = np.memmap(path, np.uint8, "r") if size > IN_MEMORY else np.frombuffer(path.read_bytes(), np.uint8)
-  start = raw[:1024].tobytes()
+  start, size = raw[:1024].tobytes(), raw.size
   if kind := BINARY.match(start):
     raise ValueError(f"data={spec} is a {kind.lastgroup} file, not text: unpack it, or convert it to text or token ids")
   magic, version, count = _header(start)
   if magic in HEADERS:
     expected, dtype = HEADERS[magic]
-    refuse(len(start) < 1024 or version != expected,
-           f"data={spec}: its header is cut short, or not of version {expected}: copy it again, or make it of that version")
+    refuse(len(start) < 1024 or version != expected, f"data={spec}: its header is cut short, or not of version {expected}: "
+           f"copy it again, or make it of that version")
     promised = 1024 + count * np.dtype(dtype).itemsize
     refuse(size != promised, f"data={spec} has {size:,} bytes and its header promises {promised:,}: copy it again")
     return raw[1024:].view(dtype), False
@@ -129,8 +125,7 @@ def _source(spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
   if spec == "python": return np.frombuffer(python_source(), np.uint8), True, ""
   path = Path(os.path.expanduser(spec))
   try:
-    refuse(not spec or not path.exists(),
-           f"data={spec} does not exist: give a file, a folder, or leave it out for Python's own source")
+    refuse(not spec or not path.exists(), f"data={spec} does not exist: give a file, a folder, or leave it out for Python's source")
     if not path.is_dir(): return *_file(path, spec, vocab), ""
     tokens, note = _folder(path, spec)
     return tokens, True, note
@@ -152,14 +147,13 @@ def load(spec:str, vocab:int, length:int, parts:int=VALIDATION) -> Text:
   tokens, is_bytes, note = _source(spec, vocab)
   cut = len(tokens) - len(tokens) // parts
   train, val = tokens[:cut], tokens[cut:]
-  refuse(len(val) <= length, f"data={spec} is too short: {len(tokens):,} tokens leave {len(val):,} for validation, and length="
-         f"{length} needs {length + 1}: give {(length + 1) * parts:,} tokens or a smaller length")
-  highest = _highest(tokens)
+  refuse(len(val) <= length, f"data={spec} is too short: {len(tokens):,} tokens leave {len(val):,} for validation, and "
+         f"length={length} needs {length + 1}: give {(length + 1) * parts:,} tokens or a smaller length")
+  highest, digest = _highest(tokens), hashlib.sha256(val.tobytes()).hexdigest()
   refuse(highest >= vocab, f"data={spec} has token {highest}, outside vocab={vocab}: give vocab={highest + 1} or more")
-  starts, sample = range(0, cut, BLOCK), hashlib.sha256()
+  starts, sample = np.arange(0, cut, BLOCK), hashlib.sha256()
   if cut > BLOCKS * BLOCK: starts = np.linspace(0, cut - BLOCK, BLOCKS).astype(np.int64)
   for start in starts: sample.update(train[start:start + BLOCK].tobytes())
-  digest = hashlib.sha256(val.tobytes()).hexdigest()
   return Text(spec + note, train, val, is_bytes, digest, sample.hexdigest(), _stamp(tokens))
 
 def unchanged(text:Text) -> None:
@@ -168,35 +162,32 @@ def unchanged(text:Text) -> None:
   except OSError: same = False
   refuse(not same, f"data={text.name} was changed while it is read: copy it, and train on the copy")
 
-def batch(tokens:np.ndarray, rows:int, length:int, seed:int, step:int) -> tuple[np.ndarray, np.ndarray]:
+def batch(tokens:np.ndarray, rows:int, length:int, seed:int, step:int) -> Arrays:
   """Inputs and targets (rows, length) int32 of a training step, at places drawn from (seed, step) alone."""
-  starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - length, size=rows)
+  starts = default_rng([seed, step]).integers(0, len(tokens) - length, size=rows)
   sequences = np.stack([tokens[s:s + length + 1] for s in starts]).astype(np.int32)
   return np.ascontiguousarray(sequences[:, :-1]), np.ascontiguousarray(sequences[:, 1:])
 
-def windows(tokens:np.ndarray, rows:int, length:int, total:int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def windows(tokens:np.ndarray, rows:int, length:int, total:int) -> Iterator[Arrays]:
   """Validation batches: about `total` tokens in windows spread evenly over the text, the same ones every time.
   A last batch that is not full is filled up with targets of -100."""
   count = max(1, min(total, len(tokens) - 1) // length)
   starts = np.linspace(0, len(tokens) - length - 1, count).astype(np.int64)
   for i in range(0, count, rows):
-    sequences = np.stack([tokens[s:s + length + 1] for s in starts[i:i + rows]]).astype(np.int32)
-    x, y = _blank(rows, length)
+    sequences, (x, y) = np.stack([tokens[s:s + length + 1] for s in starts[i:i + rows]]), _blank(rows, length)
     x[:len(sequences)], y[:len(sequences)] = sequences[:, :-1], sequences[:, 1:]
     yield x, y
 
 def entropy(tokens:np.ndarray) -> float:
   """Order-0 entropy in bits per token: what a model reaches that knows only how often each token occurs."""
-  _, counts = np.unique(tokens, return_counts=True)
-  return float(-(counts / len(tokens) * np.log2(counts / len(tokens))).sum())
+  share = np.unique(tokens, return_counts=True)[1] / len(tokens)
+  return float(-(share * np.log2(share)).sum())
 
 def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
-  """A prompt as tokens: its UTF-8 bytes, or the comma-separated ids that a model of token files reads.
-  ValueError for an id outside the vocabulary."""
-  if is_bytes: ids = list(text.encode())
-  else:
-    try: ids = [int(word) for word in text.split(",")]
-    except ValueError: raise ValueError(f"prompt={text!r}: this model reads token ids: give them as 15,7,32") from None
+  """A prompt as tokens: its UTF-8 bytes, or the comma-separated ids that a model of token files reads.  ValueError."""
+  try: ids = list(text.encode()) if is_bytes else [int(word) for word in text.split(",")]
+  except UnicodeEncodeError: raise
+  except ValueError: raise ValueError(f"prompt={text!r}: this model reads token ids: give them as 15,7,32") from None
   for i in ids: refuse(not 0 <= i < vocab, f"prompt={text!r} has token {i}, outside vocab={vocab}: leave it out")
   return ids
 
@@ -206,17 +197,17 @@ def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
 
 HELD_OUT = 1 << 32                                       # training takes examples from index 0 on, evaluation from here on
 NOISE_TOKENS = 16                                        # of noisy recall, whatever the vocabulary
-MAPPING_SEED = 0x6d6164                                  # of memorization: the mapping is the same for every seed
+MAPPING_SEED = 0x6d6164                                  # of memorization: one mapping for all seeds
 
-def _blank(rows:int, length:int, token:int=0) -> tuple[np.ndarray, np.ndarray]:
+def _blank(rows:int, length:int, token:int=0) -> Arrays:
   """Inputs of one token and labels of -100."""
   return np.full((rows, length), token, np.int32), np.full((rows, length), -100, np.int32)
 
-def _halves(length:int) -> int:
+def _half(length:int) -> int:
   refuse(length % 2, f"length={length} is not even: take {length + 1}")
   return length // 2
 
-def _drawn(rng:np.random.Generator, rows:int, low:int, high:int, n:int) -> np.ndarray:
+def _drawn(rng:Generator, rows:int, low:int, high:int, n:int) -> np.ndarray:
   """n different numbers of low..high-1 in every row, in random order: (rows, n)."""
   return low + rng.random((rows, high - low)).argsort(1)[:, :n]
 
@@ -228,18 +219,18 @@ def _first_places(x:np.ndarray) -> np.ndarray:
   return np.take_along_axis(np.take_along_axis(order, group_start, 1), order.argsort(1), 1)
 
 def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int=4, again:int=0, crowd:float=0.01,
-         noise:bool=False):
+         noise:bool=False) -> Arrays:
   """Multi-query associative recall (Zoology): k1 v1 ... kN vN, then queries.  The label at a key is its value, which is
   not shown again.  Keys are 1..vocab/2-1 and values vocab/2..vocab-1, each once in an example.
   crowd: queries stand at places drawn with probability ~ i^(crowd-1); 0.01 has most in front, 1 is uniform.
   again: so many keys are written a second time with another value, and the latest counts (the forgetting variant).
   noise: between the queries stand tokens that are no key of the example, not zeros."""
-  start, half, slots = 2 * (pairs + again), vocab // 2, _halves(length) - pairs - again
+  start, half, slots = 2 * (pairs + again), vocab // 2, _half(length) - pairs - again
   refuse(vocab <= length, f"vocab={vocab} is too small for length={length}: take more than {length}")
   refuse(pairs < 1, f"pairs={pairs} leaves nothing to ask for: take 1 or more")
   refuse(not 0 <= again <= pairs, f"again={again} keys of pairs={pairs} cannot be written again: take 0 to {pairs}")
   refuse(slots < pairs, f"length={length} has no room for pairs={pairs} and queries: take {start + 2 * pairs} or more")
-  rng, (x, y) = np.random.default_rng([seed, index]), _blank(rows, length)
+  rng, (x, y) = default_rng([seed, index]), _blank(rows, length)
   keys, values = _drawn(rng, rows, 1, half, pairs), _drawn(rng, rows, half, vocab, pairs + again)
   if noise:
     filler, is_key = rng.integers(1, vocab, (rows, length)), np.zeros((rows, vocab), bool)
@@ -248,44 +239,44 @@ def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int
   x[:, 0:start:2], x[:, 1:start:2] = np.concatenate([keys, keys[:, :again]], axis=1), values
   # The largest of log p plus Gumbel noise are a draw without replacement.
   order = (-(crowd - 1) * np.log(np.arange(1, slots + 1)) - rng.gumbel(size=(rows, slots))).argsort(1)[:, :pairs]
-  latest = np.concatenate([values[:, pairs:], values[:, again:pairs]], axis=1)
-  np.put_along_axis(x, start + 2 * order, keys.astype(np.int32), 1)
-  np.put_along_axis(y, start + 2 * order, latest.astype(np.int32), 1)
+  np.put_along_axis(x, start + 2 * order, keys, 1)
+  np.put_along_axis(y, start + 2 * order, np.concatenate([values[:, pairs:], values[:, again:pairs]], axis=1), 1)
   return x, y
 
-def copy(rows:int, seed:int, index:int, vocab:int=32, length:int=64):
+def copy(rows:int, seed:int, index:int, vocab:int=32, length:int=64) -> Arrays:
   """length/2 random tokens of 1..vocab-1, a 0, and the same tokens again: each is the label at the place before it."""
-  refuse(length < 2, f"length={length} is too short: take 2 or more")
-  refuse(vocab < 2, f"vocab={vocab} leaves nothing to copy: take 2 or more")
-  content, (x, y) = np.random.default_rng([seed, index]).integers(1, vocab, (rows, _halves(length))), _blank(rows, length)
-  x[:, :length // 2], x[:, length // 2 + 1:], y[:, length // 2:] = content, content[:, :-1], content
+  refuse(vocab < 2 or length < 2, f"vocab={vocab} length={length} leave nothing to copy: take 2 and 2, or more")
+  half, (x, y) = _half(length), _blank(rows, length)
+  x[:, :half] = y[:, half:] = default_rng([seed, index]).integers(1, vocab, (rows, half))
+  x[:, half + 1:] = x[:, :half - 1]
   return x, y
 
-def in_context_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, noise:float=0.0):
+def in_context_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, noise:float=0.0) -> Arrays:
   """MAD: pairs of a key (the lower half of the vocabulary) and the value (the upper half) that it has in this example;
   the last pair repeats a key.  The label at a key that was seen before is its value.
   noise: that share of the pairs is noise, two of the highest 16 tokens; keys and values are halves of the others."""
-  n, clean = _halves(length), vocab - (NOISE_TOKENS if noise else 0)
+  n, high = _half(length), vocab - (NOISE_TOKENS if noise else 0)
   refuse(n < 2, f"length={length} asks for nothing: take 4 or more")
-  refuse(clean < 4 or clean % 2, f"vocab={vocab} has no halves of keys and values: take an even one, {vocab - clean + 4} or more")
+  refuse(high < 4 or high % 2, f"vocab={vocab} has no halves of keys and values: take an even one, {vocab - high + 4} or more")
   refuse(not 0 <= noise < 1, f"noise={noise} is no share: take 0 to 0.9")
-  rng, row, places = np.random.default_rng([seed, index]), np.arange(rows), np.arange(n)
-  keys, value_of = rng.integers(0, clean // 2, (rows, n)), rng.integers(clean // 2, clean, (rows, clean // 2))
-  is_noise, repeated = rng.random((rows, n)) < noise, rng.integers(0, n - 1, rows)
-  is_noise[row, repeated] = is_noise[:, -1] = False
-  keys[:, -1] = keys[row, repeated]
+  rng, places, (x, y) = default_rng([seed, index]), np.arange(n), _blank(rows, length)
+  keys, value_of = rng.integers(0, high // 2, (rows, n)), rng.integers(high // 2, high, (rows, high // 2))
+  is_noise, repeated = rng.random((rows, n)) < noise, rng.integers(0, n - 1, (rows, 1))
+  np.put_along_axis(is_noise, repeated, False, 1)
+  keys[:, -1:], is_noise[:, -1] = np.take_along_axis(keys, repeated, 1), False
   values = np.take_along_axis(value_of, keys, 1)
-  x = np.where(is_noise[..., None], rng.integers(clean, max(vocab, clean + 1), (rows, n, 2)), np.stack([keys, values], -1))
-  is_repeat = _first_places(np.where(is_noise, clean + places, keys)) < places            # noise repeats nothing
-  y = np.stack([np.where(is_repeat, values, -100), np.full((rows, n), -100)], axis=-1)
-  return x.reshape(rows, length).astype(np.int32), y.reshape(rows, length).astype(np.int32)
+  x[:, ::2] = np.where(is_noise, rng.integers(high, vocab + (not noise), (rows, n)), keys)
+  x[:, 1::2] = np.where(is_noise, rng.integers(high, vocab + (not noise), (rows, n)), values)
+  seen = _first_places(np.where(is_noise, high + places, keys)) < places                  # noise repeats nothing
+  y[:, ::2] = np.where(seen, values, -100)
+  return x, y
 
-def noisy_recall(rows:int, seed:int, index:int, vocab:int=32, length:int=128, noise:float=0.2):
+def noisy_recall(rows:int, seed:int, index:int, vocab:int=32, length:int=128, noise:float=0.2) -> Arrays:
   """MAD: in_context_recall where a share of the pairs is noise."""
   refuse(noise <= 0, f"noise={noise} leaves no noise: take 0.2, or in_context_recall")
   return in_context_recall(rows, seed, index, vocab, length, noise)
 
-def _motifs(rng:np.random.Generator, shape:tuple[int, ...], low:int, high:int, shortest:int) -> np.ndarray:
+def _motifs(rng:Generator, shape:tuple[int, ...], low:int, high:int, shortest:int) -> np.ndarray:
   """Motifs (*shape, 3): ordered choices of shortest..3 different tokens of low..high-1, with -1 after the last token.
   The length is drawn first, then one of all motifs of that length."""
   first, second, third = [rng.integers(low, high - taken, shape) for taken in range(3)]
@@ -294,16 +285,15 @@ def _motifs(rng:np.random.Generator, shape:tuple[int, ...], low:int, high:int, s
   third += third >= np.maximum(first, second)
   return np.where(np.arange(3) < rng.integers(shortest, 4, (*shape, 1)), np.stack([first, second, third], axis=-1), -1)
 
-def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, shortest:int=1):
+def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, shortest:int=1) -> Arrays:
   """MAD: recall of motifs, which are ordered choices of different tokens.  Padding (vocab-1) stands in front.  Keys are
   motifs of `shortest` to 3 tokens of the lower half of the others, in tests (from HELD_OUT on) of 3; values are motifs
   of 1 to 3 tokens of the rest.  The last pair repeats one that is drawn from those before it.  If a key was seen before,
   each token of its value is the label at the place before it."""
-  refuse(vocab < 7, f"vocab={vocab} has no 3 tokens for keys and 3 for values: take 7 or more")
+  refuse(vocab < 7 or length < 18, f"vocab={vocab} length={length} leave no room for motifs: take 7 and 18, or more")
   refuse(not 1 <= shortest <= 3, f"shortest={shortest} is no length of a motif: take 1 to 3")
-  refuse(length < 18, f"length={length} has no room for pairs: take 18 or more")
   if index >= HELD_OUT: shortest = 3
-  rng, half, n = np.random.default_rng([seed, index]), (vocab - 1) // 2, length // (shortest + 1)
+  rng, half, n = default_rng([seed, index]), (vocab - 1) // 2, length // (shortest + 1)
   keys, values = _motifs(rng, (rows, n), 0, half, shortest), _motifs(rng, (rows, n), half, vocab - 1, 1)
   first = _first_places((keys + 1) @ [vocab * vocab, vocab, 1])                           # a key keeps its first value
   pairs = np.concatenate([keys, np.take_along_axis(values, first[..., None], 1)], axis=2)                 # (rows,n,6)
@@ -311,40 +301,39 @@ def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, sh
   is_taken = (pairs >= 0).sum(2).cumsum(1) <= length - 12
   last = np.take_along_axis(pairs, (rng.random(rows) * is_taken.sum(1)).astype(int)[:, None, None], 1)
   tokens = np.concatenate([np.where(is_taken[..., None], pairs, -1), last], axis=1)       # (rows,n+1,6)
-  is_repeat = np.pad(first < np.arange(n), ((0, 0), (0, 1)), constant_values=True)
-  labels = np.where(is_repeat[..., None] & (tokens >= half), tokens, -100).reshape(rows, -1)
+  seen = np.pad(first < np.arange(n), ((0, 0), (0, 1)), constant_values=True)
+  labels = np.where(seen[..., None] & (tokens >= half), tokens, -100).reshape(rows, -1)
   tokens = tokens.reshape(rows, -1)
   order = (tokens >= 0).argsort(1, kind="stable")[:, -length:]                            # the gaps move to the front
   x, y = np.take_along_axis(tokens, order, 1), np.take_along_axis(labels, np.roll(order, -1, 1), 1)
   return np.where(x < 0, vocab - 1, x).astype(np.int32), y.astype(np.int32)
 
-def selective_copying(rows:int, seed:int, index:int, vocab:int=16, length:int=256, copies:int=16):
+def selective_copying(rows:int, seed:int, index:int, vocab:int=16, length:int=256, copies:int=16) -> Arrays:
   """MAD: `copies` tokens at drawn places among blanks (vocab-2), one copy token (vocab-1), then as many blanks, under
   which the tokens stand as labels, in order."""
   refuse(vocab < 3, f"vocab={vocab} leaves nothing to copy beside blank and copy token: take 3 or more")
   refuse(2 * copies >= length, f"copies={copies} do not fit length={length} twice: take {(length - 1) // 2} or fewer")
-  rng, prompt, (x, y) = np.random.default_rng([seed, index]), length - copies - 1, _blank(rows, length, vocab - 2)
-  content = rng.integers(0, vocab - 2, (rows, copies)).astype(np.int32)
+  rng, prompt, (x, y) = default_rng([seed, index]), length - copies - 1, _blank(rows, length, vocab - 2)
+  y[:, prompt + 1:] = content = rng.integers(0, vocab - 2, (rows, copies))
   np.put_along_axis(x, np.sort(_drawn(rng, rows, 0, prompt, copies), axis=1), content, 1)
-  x[:, prompt], y[:, prompt + 1:] = vocab - 1, content
+  x[:, prompt] = vocab - 1
   return x, y
 
-def compression(rows:int, seed:int, index:int, vocab:int=16, length:int=32):
+def compression(rows:int, seed:int, index:int, vocab:int=16, length:int=32) -> Arrays:
   """MAD: random tokens of 0..vocab-2, then the summary token (vocab-1); every token is the label at its own place.
   It is not read as the other tasks: a decoder is given the state at the summary token and a place, and answers."""
   refuse(vocab < 3 or length < 2, f"vocab={vocab} length={length} leave nothing to compress: take 3 and 2, or more")
-  x = np.random.default_rng([seed, index]).integers(0, vocab - 1, (rows, length)).astype(np.int32)
+  x = default_rng([seed, index]).integers(0, vocab - 1, (rows, length)).astype(np.int32)
   x[:, -1] = vocab - 1
   return x, x.copy()
 
-def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32):
+def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32) -> Arrays:
   """MAD: keys, each followed by the insert token (vocab-1), whose label is the key's value.  Keys are mapped one-to-one
   on values, by a shuffle that is the same in all examples, for every seed."""
   refuse(vocab < 3, f"vocab={vocab} has no key and value beside the insert token: take 3 or more")
-  half, pairs, (x, y) = (vocab - 1) // 2, _halves(length), _blank(rows, length, vocab - 1)
-  values = half + np.random.default_rng(MAPPING_SEED).permutation(half)
-  x[:, ::2] = np.random.default_rng([seed, index]).integers(0, half, (rows, pairs))
-  y[:, 1::2] = values[x[:, ::2]]
+  half, (x, y) = (vocab - 1) // 2, _blank(rows, length, vocab - 1)
+  x[:, ::2] = default_rng([seed, index]).integers(0, half, (rows, _half(length)))
+  y[:, 1::2] = half + default_rng(MAPPING_SEED).permutation(half)[x[:, ::2]]
   return x, y
 
 # *** tasks in bytes: prompts of one length, an answer, a newline; what fills the row after them is not scored ***
@@ -361,9 +350,9 @@ ROOMS = ("attic", "cellar", "garden", "hall", "kitchen", "study")
 BABI_LABELS = dict.fromkeys((1, 2, 3, 4), ROOMS) | {5: PEOPLE + OBJECTS}
 STORIES = {1: (10, 1, 26), 2: (12, 2, 26), 3: (12, 3, 26), 4: (2, 2, 36), 5: (8, 1, 28)}
 
-def _pick(rng:np.random.Generator, options): return options[rng.integers(len(options))]
+def _pick(rng:Generator, options): return options[rng.integers(len(options))]
 
-def _background(rng:np.random.Generator, text:str, size:int) -> bytes:
+def _background(rng:Generator, text:str, size:int) -> bytes:
   """`size` bytes of text= from a drawn place, or of the filler sentences over and over; the last one is a newline."""
   if text == "filler": source, is_bytes = np.resize(np.frombuffer(FILLER, np.uint8), size), True
   else:
@@ -374,36 +363,36 @@ def _background(rng:np.random.Generator, text:str, size:int) -> bytes:
   start = rng.integers(0, len(source) - size + 1)
   return source[start:start + size - 1].tobytes() + b"\n"
 
-def _scattered(rng:np.random.Generator, facts:list[bytes], background:bytes) -> bytes:
+def _scattered(rng:Generator, facts:list[bytes], background:bytes) -> bytes:
   """The facts in their order, each in a drawn gap between lines, or between sentences where lines are paragraphs."""
   lines = re.findall(rb"[^\n]*\n", background)
   if len(lines) * 200 < len(background): lines = re.findall(rb"[^\n]*?(?:[.!?] |\n)", background)
   cuts = [0, *np.sort(rng.integers(0, len(lines) + 1, len(facts))).tolist(), len(lines)]
   return b"".join(b"".join(lines[a:b]) + fact for a, b, fact in zip(cuts, cuts[1:], [*facts, b""]))
 
-def _answered(prompts:list[bytes], answers:list[bytes], room:int):
+def _answered(prompts:list[bytes], answers:list[bytes], room:int) -> Arrays:
   """Inputs and labels of prompts of one length, with `room` bytes for an answer and its newline."""
+  size = len(prompts[0])
   text = b"".join(prompt + answer.ljust(room, b"\n") for prompt, answer in zip(prompts, answers))
-  tokens = np.frombuffer(text, np.uint8).reshape(len(prompts), -1).astype(np.int32)
-  x, y = tokens[:, :-1].copy(), np.full_like(tokens[:, 1:], -100)
-  for row, prompt, answer in zip(range(len(x)), prompts, answers):
-    scored = slice(len(prompt) - 1, len(prompt) + len(answer))
-    y[row, scored] = tokens[row, 1:][scored]
+  tokens = np.frombuffer(text, np.uint8).reshape(-1, size + room)
+  x, y = _blank(len(prompts), size + room - 1)
+  x[:] = tokens[:, :-1]
+  for row, answer in enumerate(answers): y[row, size - 1:size + len(answer)] = tokens[row, size:size + len(answer) + 1]
   return x, y
 
 def prompt_length(y:np.ndarray) -> int:
   """How many tokens stand before the answer, where that is the same in every row: x[:, :this] are the prompts."""
   return int((y >= 0).any(0).argmax()) + 1
 
-def niah(rows:int, seed:int, index:int, kind:str="pk", length:int=512, text:str="python"):
+def niah(rows:int, seed:int, index:int, kind:str="pk", length:int=512, text:str="python") -> Arrays:
   """A needle in a haystack (RULER's single needles), in bytes: one sentence, at a uniformly drawn depth, gives a key its
   value; the question at the end names the key; the answer is the value, which stands nowhere else, and a newline.
   kind: pk, filler sentences and a number of 7 digits; n, lines of text= and a number; w, lines of text= and a uuid."""
   refuse(kind not in ("pk", "n", "w"), f"kind={kind} is not known: take pk, n or w")
   name, width = ("code", 36) if kind == "w" else ("number", 7)
   fixed = 2 * len(f"The {name} of quiet-river is ") + 2 * width + len(".\n")              # needle, question and answer
-  refuse(length <= fixed, f"length={length} has no room for a needle of kind={kind} and its question: take {fixed + 1} or more")
-  rng, prompts, answers = np.random.default_rng([seed, index]), list[bytes](), list[bytes]()
+  refuse(length <= fixed, f"length={length} has no room for needle and question of kind={kind}: take {fixed + 1} or more")
+  rng, prompts, answers = default_rng([seed, index]), list[bytes](), list[bytes]()
   for _ in range(rows):
     haystack = value = _background(rng, "filler" if kind == "pk" else text, length - fixed)
     question = f"The {name} of {_pick(rng, ADJECTIVES)}-{_pick(rng, NOUNS)} is ".encode()
@@ -413,13 +402,20 @@ def niah(rows:int, seed:int, index:int, kind:str="pk", length:int=512, text:str=
     answers.append(value)
   return _answered(prompts, answers, width + 1)
 
-def _story(rng:np.random.Generator, question:int, count:int) -> tuple[list[str], dict[str, str]]:
+def _story(rng:Generator, question:int, count:int) -> tuple[list[str], dict[str, str]]:
   """The facts of a story, and what can be asked after the last of them, with the answers."""
   if question == 4: return _rooms_in_line(rng)
-  if question == 5: return _gifts(rng, count)
-  facts, room_of, holder = list[str](), dict[str, str](), dict[str, str]()
+  facts, asked, room_of, holder = list[str](), dict[str, str](), dict[str, str](), dict[str, str]()
   trail = dict[str, list[str]]()                         # the rooms of an object; until somebody takes it, it may be anywhere
   for _ in range(count):
+    if question == 5:
+      thing = _pick(rng, OBJECTS)
+      giver = holder.get(thing) or _pick(rng, PEOPLE)
+      holder[thing] = receiver = _pick(rng, [person for person in PEOPLE if person != giver])
+      facts.append(f"{giver} gave the {thing} to {receiver}.")
+      asked |= {f"Who last gave the {thing} to {receiver}?": giver, f"What did {giver} last give to {receiver}?": thing,
+                f"To whom did {giver} last give the {thing}?": receiver}
+      continue
     moves = [(p, "went to", room) for p in PEOPLE for room in ROOMS if room_of.get(p) != room]
     free = [o for o in OBJECTS if question > 1 and o not in holder]
     takes = [(p, "took", o) for p, room in room_of.items() for o in free if trail.get(o, [room])[-1] == room]
@@ -433,12 +429,13 @@ def _story(rng:np.random.Generator, question:int, count:int) -> tuple[list[str],
     else:
       room_of[person] = what
       for thing in [o for o, p in holder.items() if p == person]: trail[thing].append(what)
-  if question == 1: return facts, {f"Where is {p}?": room for p, room in room_of.items()}
-  if question == 2: return facts, {f"Where is the {o}?": rooms[-1] for o, rooms in trail.items()}
   steps = [(o, a, b) for o, rooms in trail.items() for a, b in zip(rooms, rooms[1:])]
-  return facts, {f"Where was the {o} before it last came to the {b}?": a for o, a, b in steps}
+  if question == 1: asked = {f"Where is {p}?": room for p, room in room_of.items()}
+  if question == 2: asked = {f"Where is the {o}?": rooms[-1] for o, rooms in trail.items()}
+  if question == 3: asked = {f"Where was the {o} before it last came to the {b}?": a for o, a, b in steps}
+  return facts, asked
 
-def _rooms_in_line(rng:np.random.Generator) -> tuple[list[str], dict[str, str]]:
+def _rooms_in_line(rng:Generator) -> tuple[list[str], dict[str, str]]:
   first, middle, last = rng.permutation(ROOMS)[:3].tolist()
   ahead, behind = _pick(rng, (("north", "south"), ("west", "east")))
   facts = [_pick(rng, (f"The {a} is {ahead} of the {b}.", f"The {b} is {behind} of the {a}."))
@@ -447,29 +444,19 @@ def _rooms_in_line(rng:np.random.Generator) -> tuple[list[str], dict[str, str]]:
     f"What is {ahead} of the {middle}?": first, f"What is {behind} of the {middle}?": last,
     f"What is the {middle} {behind} of?": first, f"What is the {middle} {ahead} of?": last}
 
-def _gifts(rng:np.random.Generator, count:int) -> tuple[list[str], dict[str, str]]:
-  facts, asked, holder = list[str](), dict[str, str](), dict[str, str]()
-  for _ in range(count):
-    thing = _pick(rng, OBJECTS)
-    giver = holder.get(thing) or _pick(rng, PEOPLE)
-    holder[thing] = receiver = _pick(rng, [person for person in PEOPLE if person != giver])
-    facts.append(f"{giver} gave the {thing} to {receiver}.")
-    asked |= {f"Who last gave the {thing} to {receiver}?": giver, f"What did {giver} last give to {receiver}?": thing,
-              f"To whom did {giver} last give the {thing}?": receiver}
-  return facts, asked
-
-def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str="filler", facts:int=0):
+def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str="filler", facts:int=0) -> Arrays:
   """BABILong, with stories of our own, in bytes: facts scattered over lines of background (text=, or filler sentences),
   then a question; the answer is one word of BABI_LABELS[question] and a newline.
   question: 1, where somebody is; 2, where an object is that was carried; 3, where it was before; 4, what lies beside a
   room, of three in a line; 5, who gave what to whom.  facts: how many a story has, 0 for as many as is usual."""
   refuse(question not in STORIES, f"question={question} is not known: take 1 to 5")
   usual, fewest, longest = STORIES[question]
-  count, room, most = facts or usual, max(map(len, BABI_LABELS[question])) + 1, 2 if question == 4 else 1 << 16
-  refuse(not fewest <= count <= most, f"facts={facts} do not fit question={question}: take {fewest}{' or more' * (most > 2)}")
+  count, room = facts or usual, max(map(len, BABI_LABELS[question])) + 1
+  bounds = "2" if question == 4 else f"{fewest} or more"
+  refuse(count < fewest or question == 4 and count > 2, f"facts={facts} do not fit question={question}: take {bounds}")
   least = count * longest + 56 + room                    # 55 for the longest question, 1 of background
-  refuse(length < least, f"length={length} has no room for {count} facts and the question: take {least} or more, or fewer facts")
-  rng, prompts, answers = np.random.default_rng([seed, index]), list[bytes](), list[bytes]()
+  refuse(length < least, f"length={length} has no room for {count} facts and the question: take {least} or more")
+  rng, prompts, answers = default_rng([seed, index]), list[bytes](), list[bytes]()
   for _ in range(rows):
     told, asked = _story(rng, question, count)
     while not asked: told, asked = _story(rng, question, count)
@@ -479,8 +466,6 @@ def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str
     prompts.append(_scattered(rng, lines, background) + end)
     answers.append(answer.encode())
   return _answered(prompts, answers, room)
-
-# *** tasks by name ***
 
 TASKS = {task.__name__: task for task in (mqar, copy, in_context_recall, noisy_recall, fuzzy_recall, selective_copying,
                                           compression, memorization, niah, babi)}
@@ -499,7 +484,7 @@ class Task:
   settings: dict
   vocab: int
   is_bytes: bool
-  def batch(self, rows:int, seed:int, index:int, **changed) -> tuple[np.ndarray, np.ndarray]:
+  def batch(self, rows:int, seed:int, index:int, **changed) -> Arrays:
     """Inputs and labels (rows, length), -100: not scored; changed: settings in place of its own."""
     return TASKS[self.name](rows, seed, index, **self.settings | changed)
   def variants(self) -> list[dict]:
@@ -513,14 +498,13 @@ class Task:
       variants.append(changed)
     return variants
 
-def _defaults(function:Callable) -> dict[str, Any]:
-  return {n: p.default for n, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
-
-def task_settings(name:str, words:list[str]) -> tuple[Callable, dict]:
-  """The task of that name, and its settings from words like pairs=3 (seed is one of them).
-  ValueError for what it does not have or cannot be."""
+def _defaults(name:str) -> dict[str, Any]:
   refuse(name not in TASKS, f"{name + ' is none: ' if name else ''}name a task: {', '.join(TASKS)}")
-  types = {"seed": int} | {key: type(default) for key, default in _defaults(TASKS[name]).items()}
+  return {n: p.default for n, p in inspect.signature(TASKS[name]).parameters.items() if p.default is not p.empty}
+
+def task_settings(name:str, words:list[str]) -> dict[str, Any]:
+  """The settings of a task from words like pairs=3 (seed is one of them).  ValueError for what it does not have."""
+  types = {"seed": int} | {key: type(default) for key, default in _defaults(name).items()}
   bounds = {"seed": 2 ** 31 - 1} | ({"length": LONGEST} if name in BYTE_TASKS else {})
   settings: dict[str, Any] = {}
   for key, _, value in [word.partition("=") for word in words]:
@@ -528,20 +512,21 @@ def task_settings(name:str, words:list[str]) -> tuple[Callable, dict]:
     try: settings[key] = types[key](int(value) if types[key] is bool else value)
     except ValueError: raise ValueError(f"{key}={value}: {value!r} is not a number: give one") from None
     most = bounds.get(key, 1 << 16)
-    refuse(types[key] is not str and not 0 <= settings[key] <= most, f"{key}={value} is out of range: {name} takes 0 to {most}")
-  return TASKS[name], settings
+    outside = types[key] is not str and not 0 <= settings[key] <= most
+    refuse(outside, f"{key}={value} is out of range: {name} takes 0 to {most}")
+  return settings
 
 def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
   """The task of `task=spec`: its name, then settings as in mqar:pairs=32,again=8; length and vocab may come from their
   own keys.  ValueError."""
   name, _, words = spec.partition(":")
-  function, settings = task_settings(name, [word for word in words.split(",") if word])
-  defaults, is_bytes = _defaults(function), name in BYTE_TASKS
+  defaults, settings = _defaults(name), task_settings(name, [word for word in words.split(",") if word])
   for key, x in (("length", length), ("vocab", vocab)):
     if x is None: continue
     refuse(settings.get(key, x) != x, f"{key}={x} contradicts task={spec}: give one of them")
-    if key in defaults: settings |= task_settings(name, [f"{key}={x}"])[1]
-  refuse(is_bytes and vocab and vocab < 256, f"vocab={vocab} is too small for task={name}, made of bytes: take 256")
+    if key in defaults: settings |= task_settings(name, [f"{key}={x}"])
+  is_bytes = name in BYTE_TASKS
+  refuse(is_bytes and (vocab or 256) < 256, f"vocab={vocab} is too small for task={name}, made of bytes: take 256")
   refuse("seed" in settings, f"task={spec}: seed is a key of its own: give seed={settings.get('seed')}")
   settings = defaults | settings
   result = Task(name, settings, settings.get("vocab", vocab or 256), is_bytes)
@@ -550,20 +535,20 @@ def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
   return result
 
 def shown(argv:list[str]) -> int:
-  """Prints two examples of the task argv[0], its settings as key=value: a scored token is followed by >label, a scored
-  answer in bytes by <."""
+  """Prints two examples of the task argv[0], its settings as key=value.  A scored token is followed by >label, and what
+  stands before a scored answer in bytes by >."""
   try:
-    function, settings = task_settings("".join(argv[:1]), argv[1:])
-    x, y = function(2, index=0, **{"seed": 0} | settings)
+    settings = {"seed": 0} | task_settings("".join(argv[:1]), argv[1:])
+    x, y = TASKS[argv[0]](2, index=0, **settings)
   except ValueError as e:
     print("error:", e, file=sys.stderr)
     return 2
-  print(inspect.getdoc(function), end="\n\n")
+  print(inspect.getdoc(TASKS[argv[0]]), end="\n\n")
   for tokens, labels in zip(x, y):
     if argv[0] in BYTE_TASKS:
       prompt, answer = tokens[:prompt_length(y)], labels[labels >= 0]
       print(*[bytes(part.tolist()).decode(errors="replace") for part in (prompt, answer)], sep=">", end="<\n")
-    else: print(" ".join(f"{token}>{label}" if label >= 0 else str(token) for token, label in zip(tokens, labels)))
+    else: print(*[f"{token}>{label}" if label >= 0 else token for token, label in zip(tokens, labels)])
     print(f"({(labels >= 0).sum()} of {len(labels)} places scored)\n")
   return 0
 
@@ -572,34 +557,32 @@ def shown(argv:list[str]) -> int:
 FORMAT, UNSIGNED = "atlas-2", "0" * 64
 
 class Saved(NamedTuple):
-  """A file of weights: its metadata, its tensors, which stay on disk until they are used, and whether it has a checksum,
-  which agrees.  Other tools leave the checksum out."""
+  """A file of weights.  Its tensors stay on disk until they are used.  signed: it has its checksum, and that agrees;
+  a file that another tool wrote again may have none."""
   path: Path
   meta: dict[str, Any]
   tensors: dict[str, Tensor]
   signed: bool
 
 def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> None:
-  """Writes a file under a temporary name, syncs it, and renames it.  OSError where there is no room.
-  The checksum is that of the file with zeros in the checksum's place.  (tinygrad's safe_save writes through a memory
-  map, where a full disk is a signal, not an error.)"""
-  path, end = Path(path), 0
-  header: dict[str, dict] = {"__metadata__": {"format": FORMAT, "sha256": UNSIGNED} | {n: json.dumps(x) for n, x in meta.items()}}
+  """Writes a file under a temporary name, syncs it, and renames it.  OSError where there is no room: tinygrad's safe_save
+  writes to a memory map, where a full disk is a signal.  The checksum is of the file with zeros in its own place."""
+  metadata, end = {"format": FORMAT, "sha256": UNSIGNED} | {n: json.dumps(x) for n, x in meta.items()}, 0
+  header: dict[str, dict] = {"__metadata__": metadata}
   for name, t in tensors.items():
     start, end = end, end + t.nbytes()
     header[name] = {"dtype": inverse_safe_dtypes[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)
-  start_of_file = len(text).to_bytes(8, "little") + text
-  temporary, checksum = path.with_suffix(".tmp"), hashlib.sha256(start_of_file)
+  temporary, checksum = Path(path).with_suffix(".tmp"), hashlib.sha256()
   try:
     with temporary.open("wb") as file:
-      file.write(start_of_file)
-      for t in tensors.values():
-        content = t.numpy().tobytes()
+      def write(content:bytes):
         file.write(content)
         checksum.update(content)
-      file.seek(start_of_file.index(UNSIGNED.encode()))
+      write(len(text).to_bytes(8, "little") + text)
+      for t in tensors.values(): write(t.numpy().tobytes())
+      file.seek(8 + text.index(UNSIGNED.encode()))
       file.write(checksum.hexdigest().encode())
       file.flush()
       os.fsync(file.fileno())
@@ -611,7 +594,7 @@ def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> 
 def read_file(path:str|Path) -> Saved:
   """What `save_file` wrote, also when another tool wrote it again without our checksum.  Nothing in the file is
   executed.  ValueError for a file of another kind or version, or one that is damaged."""
-  path = Path(path)
+  path, version = Path(path), ""
   try:
     with path.open("rb") as file:
       prefix = file.read(8)
@@ -628,30 +611,31 @@ def read_file(path:str|Path) -> Saved:
   except OSError as e: raise ValueError(f"{path} cannot be read ({e.strerror}): name another") from None
   except Exception: version = ""                         # whatever a foreign file holds, the user needs the same advice
   refuse(version == FORMAT, f"{path} is damaged, its checksum does not match: move it away or name another")
-  refuse(not str(version).startswith("atlas-"),
-         f"{path} is not a checkpoint of this project, or is damaged: move it away or name another")
+  foreign = not str(version).startswith("atlas-")
+  refuse(foreign, f"{path} is not a checkpoint of this project, or is damaged: move it away or name another")
   raise ValueError(f"{path} has the format {version}, and this version reads {FORMAT}: use the version that wrote it")
 
 # *** lines of JSON for evaluation ***
 
-def _is_word(x) -> bool: return isinstance(x, str) and bool(x.strip())
+def _are_texts(x:Any, least:int=1) -> bool:
+  return isinstance(x, list) and len(x) >= least and all(isinstance(text, str) and text.strip() for text in x)
 
-def _kind(row) -> str:
+def _kind(row:Any) -> str:
   """The kind of a line: choice, recall or last.  ValueError says what is wrong with it."""
   refuse(not isinstance(row, dict), "is not an object")
-  context, choices, answer, answers = [row.get(key) for key in ("context", "choices", "answer", "answers")]
   if "choices" in row:
-    refuse(not isinstance(context, str) or not _is_word(row.get("suffix", "x")), "context (or suffix) is not text")
-    refuse(not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_word, choices)), "choices is no list of texts")
-    known = answer in choices if isinstance(answer, str) else type(answer) is int and 0 <= answer < len(choices)
-    refuse(not known, "answer is neither one of the choices nor the number of one, from 0")
+    choices, answer, is_text = row["choices"], row.get("answer"), isinstance(row.get("context"), str)
+    refuse(not is_text or not _are_texts([row.get("suffix", "x")]), "context (or suffix) is not text")
+    refuse(not _are_texts(choices, 2), "choices is no list of texts")
+    number = choices.index(answer) if answer in choices else answer
+    refuse(type(number) is not int or not 0 <= number < len(choices), "answer is neither a choice nor its number, from 0")
     return "choice"
   if "question" in row:
-    refuse(not isinstance(context, str) or not _is_word(row["question"]), "context or question is not text")
-    refuse(not isinstance(answers, list) or not answers or not all(map(_is_word, answers)), "answers is not a list of texts")
+    refuse(not isinstance(row.get("context"), str) or not _are_texts([row["question"]]), "context or question is not text")
+    refuse(not _are_texts(row.get("answers")), "answers is not a list of texts")
     return "recall"
-  refuse(not isinstance(row.get("text"), str) or len(row["text"].split()) < 2,
-         "has neither choices, nor question, nor a text of two words or more")
+  is_text = isinstance(row.get("text"), str) and len(row["text"].split()) > 1
+  refuse(not is_text, "has neither choices, nor question, nor a text of two words or more")
   return "last"
 
 def json_lines(path:Path, skip_bad:bool=False) -> tuple[list[tuple[str, dict]], int]:
