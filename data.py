@@ -4,7 +4,7 @@ Batches and examples are pure functions of (seed, step): resuming needs no state
 own standard library, which every machine has.  The last tenth of a text is for validation.
 `python data.py TASK [key=value ...]` prints two examples of a task."""
 from __future__ import annotations
-import collections, functools, hashlib, inspect, json, os, re, sys, sysconfig, uuid
+import collections, functools, hashlib, inspect, itertools, json, os, re, sys, sysconfig, uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
@@ -14,7 +14,7 @@ from tinygrad import Tensor
 from tinygrad.nn.state import inverse_safe_dtypes, safe_load
 
 VALIDATION = 10                                          # the last one of so many parts is for validation
-IN_MEMORY = 2 << 30                                      # bytes up to which a file is read at once; larger ones are mapped
+IN_MEMORY = 2 << 30                                      # bytes: a file up to this size is read at once, not mapped
 FOLDER = (100_000, 1 << 32)                              # files and bytes that a folder of text may have
 BLOCKS, BLOCK = 1024, 1 << 16                            # blocks, and tokens in each, that Text.sample_digest covers
 SKIPPED = {"site-packages", "dist-packages", "test", "idlelib", "lib2to3", "__pycache__"}
@@ -23,13 +23,11 @@ HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 UINT32_FILE = "256 int32 (20240801, 7, number of tokens, zeros), then uint32"
 CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")             # without whitespace and escape
 # How files begin that are neither text nor token ids; the name of the group is the format.
-BINARY = re.compile(rb"""(?P<gzip>\x1f\x8b\x08)|(?P<zip>PK(\x03\x04|\x05\x06|\x07\x08))|(?P<bzip2>BZh[1-9](1AY&SY|\x17rE8P))|
-  (?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<SevenZip>7z\xbc\xaf)|(?P<rar>Rar!\x1a)|(?P<tar>.{257}ustar)|
+BINARY = re.compile(rb"""(?P<gzip>\x1f\x8b\x08)|(?P<zip>PK(\x03\x04|\x05\x06|\x07\x08))|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<SevenZip>7z\xbc\xaf)|(?P<rar>Rar!\x1a)|(?P<tar>.{257}ustar)|
   (?P<NumPy>\x93NUMPY)|(?P<Parquet>PAR1)|(?P<Arrow>ARROW1\x00)|(?P<HDF5>\x89HDF)|(?P<SQLite>SQLite\ format\ 3)|
   (?P<safetensors>.{5}\x00{3}\{)|(?P<GGUF>GGUF.\x00)|(?P<pickle>\x80[\x02-\x05][\x95\x8a(\])}KXc])|(?P<ELF>\x7fELF)|
   (?P<PDF>%PDF-)|(?P<PNG>\x89PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|(?P<RIFF>RIFF.{4}(WAVE|AVI\ |WEBP))|
   (?P<Ogg>OggS\x00)|(?P<FLAC>fLaC\x00)|(?P<MP3>ID3[\x02-\x04])|(?P<MP4>.{4}ftyp)""", re.VERBOSE | re.DOTALL)
-
 Arrays = tuple[np.ndarray, np.ndarray]                   # inputs, and targets or labels
 
 def refuse(fault:Any, message:str) -> None:
@@ -37,7 +35,6 @@ def refuse(fault:Any, message:str) -> None:
   if fault: raise ValueError(message)
 
 # *** text ***
-
 @dataclass(frozen=True)
 class Text:
   """A stream of tokens, cut in two.  digest: sha256 of the validation part, as little-endian integers of its own width.
@@ -72,18 +69,18 @@ def _highest(tokens:np.ndarray) -> int:
 def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool]:
   """The tokens of a file, and whether they are bytes.  Token ids are GPT-2 or Llama-3 shards, or uint16 in a .bin file.
   ValueError for a binary format, and for a token file that is cut short or plainly of another type."""
-  size = path.stat().st_size
+  large = path.stat().st_size > IN_MEMORY
+  raw = np.memmap(path, np.uint8, "r") if large else np.frombuffer(path.read_bytes(), np.uint8)
+  start, size = raw[:1024].tobytes(), len(raw)
   refuse(size == 0, f"data={spec} is empty: give a file with text in it")
-  raw = np.memmap(path, np.uint8, "r") if size > IN_MEMORY else np.frombuffer(path.read_bytes(), np.uint8)
-  start, size = raw[:1024].tobytes(), raw.size
   if kind := BINARY.match(start):
     raise ValueError(f"data={spec} is a {kind.lastgroup} file, not text: unpack it, or convert it to text or token ids")
   magic, version, count = _header(start)
   if magic in HEADERS:
     expected, dtype = HEADERS[magic]
-    refuse(len(start) < 1024 or version != expected, f"data={spec}: its header is cut short, or not of version {expected}: "
-           f"copy it again, or make it of that version")
     promised = 1024 + count * np.dtype(dtype).itemsize
+    refuse(len(start) < 1024 or version != expected,
+           f"data={spec}: its header is cut short, or not of version {expected}: copy it again, or make it of that version")
     refuse(size != promised, f"data={spec} has {size:,} bytes and its header promises {promised:,}: copy it again")
     return raw[1024:].view(dtype), False
   if path.suffix != ".bin": return raw, True
@@ -96,8 +93,8 @@ def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool]:
   return tokens, False
 
 def _folder(root:Path, spec:str) -> tuple[np.ndarray, str]:
-  """The files of a folder by relative path, joined, and a note of what is left out: hidden files and folders, files that
-  are not text, links to folders, and links to files that are read already."""
+  """The files of a folder by relative path, joined, and a note of what is left out: hidden files and folders, files
+  that are not text, links to folders, and links to files that are read already."""
   def stop(error:OSError): raise error
   paths, contents, left_out = list[Path](), dict[str, bytes](), collections.Counter[str]()
   for folder, folders, files in os.walk(root, onerror=stop):
@@ -124,12 +121,13 @@ def _source(spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
   """The tokens of `data=spec`, whether they are bytes, and a note of what was left out."""
   if spec == "python": return np.frombuffer(python_source(), np.uint8), True, ""
   path = Path(os.path.expanduser(spec))
+  advice = "give a file, a folder, or leave it out for Python's own source"
   try:
-    refuse(not spec or not path.exists(), f"data={spec} does not exist: give a file, a folder, or leave it out for Python's source")
+    refuse(not spec or not path.exists(), f"data={spec} does not exist: {advice}")
     if not path.is_dir(): return *_file(path, spec, vocab), ""
     tokens, note = _folder(path, spec)
     return tokens, True, note
-  except OSError as e: raise ValueError(f"data={e.filename or spec} cannot be read ({e.strerror}): give another") from None
+  except OSError as e: raise ValueError(f"data={e.filename or spec} cannot be read ({e.strerror}): {advice}") from None
 
 def read(spec:str) -> tuple[np.ndarray, bool]:
   """The tokens of `data=spec`, and whether they are bytes: "python", a file, a folder, or a .bin token file.
@@ -184,9 +182,9 @@ def entropy(tokens:np.ndarray) -> float:
   return float(-(share * np.log2(share)).sum())
 
 def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
-  """A prompt as tokens: its UTF-8 bytes, or the comma-separated ids that a model of token files reads.  ValueError."""
-  try: ids = list(text.encode()) if is_bytes else [int(word) for word in text.split(",")]
-  except UnicodeEncodeError: raise
+  """A prompt as tokens: its UTF-8 bytes, or comma-separated ids for models of token files.  ValueError."""
+  words = text.encode() if is_bytes else text.split(",")
+  try: ids = [int(word) for word in words]
   except ValueError: raise ValueError(f"prompt={text!r}: this model reads token ids: give them as 15,7,32") from None
   for i in ids: refuse(not 0 <= i < vocab, f"prompt={text!r} has token {i}, outside vocab={vocab}: leave it out")
   return ids
@@ -194,8 +192,7 @@ def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
 # *** tasks: rows examples of (seed, index) -> tokens and labels (rows, length) int32 ***
 # A label is the right answer at its place, -100 where nothing is scored.  Training scores the places that tests score.
 # This is our choice (MAD trains on every next token): the loss then says how much of the task is learned.
-
-HELD_OUT = 1 << 32                                       # training takes examples from index 0 on, evaluation from here on
+HELD_OUT = 1 << 32                                       # training takes examples from 0 on, evaluation from here on
 NOISE_TOKENS = 16                                        # of noisy recall, whatever the vocabulary
 MAPPING_SEED = 0x6d6164                                  # of memorization: one mapping for all seeds
 
@@ -222,9 +219,8 @@ def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int
          noise:bool=False) -> Arrays:
   """Multi-query associative recall (Zoology): k1 v1 ... kN vN, then queries.  The label at a key is its value, which is
   not shown again.  Keys are 1..vocab/2-1 and values vocab/2..vocab-1, each once in an example.
-  crowd: queries stand at places drawn with probability ~ i^(crowd-1); 0.01 has most in front, 1 is uniform.
-  again: so many keys are written a second time with another value, and the latest counts (the forgetting variant).
-  noise: between the queries stand tokens that are no key of the example, not zeros."""
+  crowd: queries stand at places drawn with probability ~ i^(crowd-1); 0.01 has most in front, 1 is uniform.  noise:
+  tokens that are no key stand between them, not zeros.  again: so many keys are written again, the latest value counts."""
   start, half, slots = 2 * (pairs + again), vocab // 2, _half(length) - pairs - again
   refuse(vocab <= length, f"vocab={vocab} is too small for length={length}: take more than {length}")
   refuse(pairs < 1, f"pairs={pairs} leaves nothing to ask for: take 1 or more")
@@ -257,7 +253,7 @@ def in_context_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=12
   noise: that share of the pairs is noise, two of the highest 16 tokens; keys and values are halves of the others."""
   n, high = _half(length), vocab - (NOISE_TOKENS if noise else 0)
   refuse(n < 2, f"length={length} asks for nothing: take 4 or more")
-  refuse(high < 4 or high % 2, f"vocab={vocab} has no halves of keys and values: take an even one, {vocab - high + 4} or more")
+  refuse(high < 4 or high % 2, f"vocab={vocab} has no halves for keys and values: take an even {vocab - high + 4} or more")
   refuse(not 0 <= noise < 1, f"noise={noise} is no share: take 0 to 0.9")
   rng, places, (x, y) = default_rng([seed, index]), np.arange(n), _blank(rows, length)
   keys, value_of = rng.integers(0, high // 2, (rows, n)), rng.integers(high // 2, high, (rows, high // 2))
@@ -265,8 +261,7 @@ def in_context_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=12
   np.put_along_axis(is_noise, repeated, False, 1)
   keys[:, -1:], is_noise[:, -1] = np.take_along_axis(keys, repeated, 1), False
   values = np.take_along_axis(value_of, keys, 1)
-  x[:, ::2] = np.where(is_noise, rng.integers(high, vocab + (not noise), (rows, n)), keys)
-  x[:, 1::2] = np.where(is_noise, rng.integers(high, vocab + (not noise), (rows, n)), values)
+  x[:, ::2], x[:, 1::2] = np.where(is_noise, rng.integers(high, max(vocab, high + 1), (2, rows, n)), [keys, values])
   seen = _first_places(np.where(is_noise, high + places, keys)) < places                  # noise repeats nothing
   y[:, ::2] = np.where(seen, values, -100)
   return x, y
@@ -277,8 +272,8 @@ def noisy_recall(rows:int, seed:int, index:int, vocab:int=32, length:int=128, no
   return in_context_recall(rows, seed, index, vocab, length, noise)
 
 def _motifs(rng:Generator, shape:tuple[int, ...], low:int, high:int, shortest:int) -> np.ndarray:
-  """Motifs (*shape, 3): ordered choices of shortest..3 different tokens of low..high-1, with -1 after the last token.
-  The length is drawn first, then one of all motifs of that length."""
+  """Motifs (*shape, 3): a length is drawn from shortest..3, then an ordered choice of so many different tokens of
+  low..high-1.  -1 stands after the last token."""
   first, second, third = [rng.integers(low, high - taken, shape) for taken in range(3)]
   second += second >= first
   third += third >= np.minimum(first, second)
@@ -286,10 +281,9 @@ def _motifs(rng:Generator, shape:tuple[int, ...], low:int, high:int, shortest:in
   return np.where(np.arange(3) < rng.integers(shortest, 4, (*shape, 1)), np.stack([first, second, third], axis=-1), -1)
 
 def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, shortest:int=1) -> Arrays:
-  """MAD: recall of motifs, which are ordered choices of different tokens.  Padding (vocab-1) stands in front.  Keys are
-  motifs of `shortest` to 3 tokens of the lower half of the others, in tests (from HELD_OUT on) of 3; values are motifs
-  of 1 to 3 tokens of the rest.  The last pair repeats one that is drawn from those before it.  If a key was seen before,
-  each token of its value is the label at the place before it."""
+  """MAD: recall of motifs (see _motifs).  Padding (vocab-1) stands in front.  Keys are motifs of `shortest` to 3 tokens
+  of the lower half of the others, in tests (from HELD_OUT on) of 3; values are motifs of 1 to 3 tokens of the rest.  The
+  last pair repeats a drawn one.  If a key was seen before, the label before each token of its value is that token."""
   refuse(vocab < 7 or length < 18, f"vocab={vocab} length={length} leave no room for motifs: take 7 and 18, or more")
   refuse(not 1 <= shortest <= 3, f"shortest={shortest} is no length of a motif: take 1 to 3")
   if index >= HELD_OUT: shortest = 3
@@ -337,7 +331,6 @@ def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32) ->
   return x, y
 
 # *** tasks in bytes: prompts of one length, an answer, a newline; what fills the row after them is not scored ***
-
 _read_once = functools.lru_cache(maxsize=None)(read)
 FILLER = (b"A kettle hums on the stove.\nTwo boats drift past the pier.\n"
           b"Snow melts along the fence.\nSomebody whistles an old tune.\n")
@@ -359,7 +352,7 @@ def _background(rng:Generator, text:str, size:int) -> bytes:
     try: source, is_bytes = _read_once(text)
     except ValueError as e: raise ValueError(str(e).replace("data=", "text=")) from None
   refuse(not is_bytes, f"text={text} holds token ids, and this task is made of bytes: give a file of text")
-  refuse(len(source) < size, f"text={text} has {len(source):,} bytes and {size:,} are needed: give more or a smaller length")
+  refuse(len(source) < size, f"text={text} has {len(source):,} bytes and {size:,} are needed: give a longer one")
   start = rng.integers(0, len(source) - size + 1)
   return source[start:start + size - 1].tobytes() + b"\n"
 
@@ -370,14 +363,12 @@ def _scattered(rng:Generator, facts:list[bytes], background:bytes) -> bytes:
   cuts = [0, *np.sort(rng.integers(0, len(lines) + 1, len(facts))).tolist(), len(lines)]
   return b"".join(b"".join(lines[a:b]) + fact for a, b, fact in zip(cuts, cuts[1:], [*facts, b""]))
 
-def _answered(prompts:list[bytes], answers:list[bytes], room:int) -> Arrays:
-  """Inputs and labels of prompts of one length, with `room` bytes for an answer and its newline."""
-  size = len(prompts[0])
-  text = b"".join(prompt + answer.ljust(room, b"\n") for prompt, answer in zip(prompts, answers))
-  tokens = np.frombuffer(text, np.uint8).reshape(-1, size + room)
-  x, y = _blank(len(prompts), size + room - 1)
+def _answered(examples:list[tuple[bytes, bytes]], room:int) -> Arrays:
+  """Inputs and labels of prompts of one length and their answers, with `room` bytes for an answer and its newline."""
+  text, size = b"".join(prompt + answer.ljust(room, b"\n") for prompt, answer in examples), len(examples[0][0])
+  tokens, (x, y) = np.frombuffer(text, np.uint8).reshape(-1, size + room), _blank(len(examples), size + room - 1)
   x[:] = tokens[:, :-1]
-  for row, answer in enumerate(answers): y[row, size - 1:size + len(answer)] = tokens[row, size:size + len(answer) + 1]
+  for row, (_, answer) in enumerate(examples): y[row, size - 1:][:len(answer) + 1] = tokens[row, size:][:len(answer) + 1]
   return x, y
 
 def prompt_length(y:np.ndarray) -> int:
@@ -385,28 +376,26 @@ def prompt_length(y:np.ndarray) -> int:
   return int((y >= 0).any(0).argmax()) + 1
 
 def niah(rows:int, seed:int, index:int, kind:str="pk", length:int=512, text:str="python") -> Arrays:
-  """A needle in a haystack (RULER's single needles), in bytes: one sentence, at a uniformly drawn depth, gives a key its
+  """A needle in a haystack (RULER's single needles), in bytes: a sentence at a uniformly drawn depth gives a key its
   value; the question at the end names the key; the answer is the value, which stands nowhere else, and a newline.
   kind: pk, filler sentences and a number of 7 digits; n, lines of text= and a number; w, lines of text= and a uuid."""
   refuse(kind not in ("pk", "n", "w"), f"kind={kind} is not known: take pk, n or w")
-  name, width = ("code", 36) if kind == "w" else ("number", 7)
+  rng, (name, width) = default_rng([seed, index]), ("code", 36) if kind == "w" else ("number", 7)
   fixed = 2 * len(f"The {name} of quiet-river is ") + 2 * width + len(".\n")              # needle, question and answer
-  refuse(length <= fixed, f"length={length} has no room for needle and question of kind={kind}: take {fixed + 1} or more")
-  rng, prompts, answers = default_rng([seed, index]), list[bytes](), list[bytes]()
-  for _ in range(rows):
+  refuse(length <= fixed, f"length={length} has no room for the needle of kind={kind}: take {fixed + 1} or more")
+  def example() -> tuple[bytes, bytes]:
     haystack = value = _background(rng, "filler" if kind == "pk" else text, length - fixed)
     question = f"The {name} of {_pick(rng, ADJECTIVES)}-{_pick(rng, NOUNS)} is ".encode()
     while value in haystack:
       value = str(uuid.UUID(bytes=rng.bytes(16)) if kind == "w" else rng.integers(10 ** 6, 10 ** 7)).encode()
-    prompts.append(_scattered(rng, [question + value + b".\n"], haystack) + question)
-    answers.append(value)
-  return _answered(prompts, answers, width + 1)
+    return _scattered(rng, [question + value + b".\n"], haystack) + question, value
+  return _answered([example() for _ in range(rows)], width + 1)
 
 def _story(rng:Generator, question:int, count:int) -> tuple[list[str], dict[str, str]]:
   """The facts of a story, and what can be asked after the last of them, with the answers."""
   if question == 4: return _rooms_in_line(rng)
   facts, asked, room_of, holder = list[str](), dict[str, str](), dict[str, str](), dict[str, str]()
-  trail = dict[str, list[str]]()                         # the rooms of an object; until somebody takes it, it may be anywhere
+  trail = dict[str, list[str]]()                         # the rooms of an object: anywhere, until somebody takes it
   for _ in range(count):
     if question == 5:
       thing = _pick(rng, OBJECTS)
@@ -451,21 +440,20 @@ def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str
   room, of three in a line; 5, who gave what to whom.  facts: how many a story has, 0 for as many as is usual."""
   refuse(question not in STORIES, f"question={question} is not known: take 1 to 5")
   usual, fewest, longest = STORIES[question]
-  count, room = facts or usual, max(map(len, BABI_LABELS[question])) + 1
-  bounds = "2" if question == 4 else f"{fewest} or more"
-  refuse(count < fewest or question == 4 and count > 2, f"facts={facts} do not fit question={question}: take {bounds}")
+  count, room, only = facts or usual, max(map(len, BABI_LABELS[question])) + 1, question == 4
+  bounds = fewest if only else f"{fewest} or more"
+  refuse(count < fewest or only and count > 2, f"facts={facts} do not fit question={question}: take {bounds}")
   least = count * longest + 56 + room                    # 55 for the longest question, 1 of background
   refuse(length < least, f"length={length} has no room for {count} facts and the question: take {least} or more")
-  rng, prompts, answers = default_rng([seed, index]), list[bytes](), list[bytes]()
-  for _ in range(rows):
+  rng = default_rng([seed, index])
+  def example() -> tuple[bytes, bytes]:
     told, asked = _story(rng, question, count)
     while not asked: told, asked = _story(rng, question, count)
     words, answer = _pick(rng, list(asked.items()))
     lines, end = [f"{fact}\n".encode() for fact in told], f"{words} ".encode()
     background = _background(rng, text, length + 1 - room - len(end) - sum(map(len, lines)))
-    prompts.append(_scattered(rng, lines, background) + end)
-    answers.append(answer.encode())
-  return _answered(prompts, answers, room)
+    return _scattered(rng, lines, background) + end, answer.encode()
+  return _answered([example() for _ in range(rows)], room)
 
 TASKS = {task.__name__: task for task in (mqar, copy, in_context_recall, noisy_recall, fuzzy_recall, selective_copying,
                                           compression, memorization, niah, babi)}
@@ -535,8 +523,8 @@ def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
   return result
 
 def shown(argv:list[str]) -> int:
-  """Prints two examples of the task argv[0], its settings as key=value.  A scored token is followed by >label, and what
-  stands before a scored answer in bytes by >."""
+  """Prints two examples of the task argv[0], its settings as key=value.  A label follows its token after a >, and a
+  scored answer in bytes its prompt."""
   try:
     settings = {"seed": 0} | task_settings("".join(argv[:1]), argv[1:])
     x, y = TASKS[argv[0]](2, index=0, **settings)
@@ -546,27 +534,25 @@ def shown(argv:list[str]) -> int:
   print(inspect.getdoc(TASKS[argv[0]]), end="\n\n")
   for tokens, labels in zip(x, y):
     if argv[0] in BYTE_TASKS:
-      prompt, answer = tokens[:prompt_length(y)], labels[labels >= 0]
-      print(*[bytes(part.tolist()).decode(errors="replace") for part in (prompt, answer)], sep=">", end="<\n")
+      prompt, answer = [bytes(z.tolist()).decode(errors="replace") for z in (tokens[:prompt_length(y)], labels[labels >= 0])]
+      print(f"{prompt}>{answer}<")
     else: print(*[f"{token}>{label}" if label >= 0 else token for token, label in zip(tokens, labels)])
     print(f"({(labels >= 0).sum()} of {len(labels)} places scored)\n")
   return 0
 
 # *** weights in files: safetensors, with settings and a checksum of the whole file in the metadata ***
-
 FORMAT, UNSIGNED = "atlas-2", "0" * 64
 
 class Saved(NamedTuple):
-  """A file of weights.  Its tensors stay on disk until they are used.  signed: it has its checksum, and that agrees;
-  a file that another tool wrote again may have none."""
+  """A file of weights.  Its tensors stay on disk until they are used."""
   path: Path
   meta: dict[str, Any]
   tensors: dict[str, Tensor]
-  signed: bool
+  signed: bool              # with its checksum; another tool that wrote the file again may have left it out
 
 def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> None:
-  """Writes a file under a temporary name, syncs it, and renames it.  OSError where there is no room: tinygrad's safe_save
-  writes to a memory map, where a full disk is a signal.  The checksum is of the file with zeros in its own place."""
+  """Writes a file under a temporary name, syncs it, and renames it.  OSError where there is no room (tinygrad's safe_save
+  maps the file, where a full disk is a signal).  The checksum is of the file with zeros in the checksum's place."""
   metadata, end = {"format": FORMAT, "sha256": UNSIGNED} | {n: json.dumps(x) for n, x in meta.items()}, 0
   header: dict[str, dict] = {"__metadata__": metadata}
   for name, t in tensors.items():
@@ -574,14 +560,13 @@ def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> 
     header[name] = {"dtype": inverse_safe_dtypes[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)
+  prefix = len(text).to_bytes(8, "little")
   temporary, checksum = Path(path).with_suffix(".tmp"), hashlib.sha256()
   try:
     with temporary.open("wb") as file:
-      def write(content:bytes):
+      for content in itertools.chain((prefix, text), (t.numpy().tobytes() for t in tensors.values())):
         file.write(content)
         checksum.update(content)
-      write(len(text).to_bytes(8, "little") + text)
-      for t in tensors.values(): write(t.numpy().tobytes())
       file.seek(8 + text.index(UNSIGNED.encode()))
       file.write(checksum.hexdigest().encode())
       file.flush()
@@ -594,7 +579,7 @@ def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> 
 def read_file(path:str|Path) -> Saved:
   """What `save_file` wrote, also when another tool wrote it again without our checksum.  Nothing in the file is
   executed.  ValueError for a file of another kind or version, or one that is damaged."""
-  path, version = Path(path), ""
+  path, version, intact = Path(path), "", False
   try:
     with path.open("rb") as file:
       prefix = file.read(8)
@@ -604,16 +589,15 @@ def read_file(path:str|Path) -> Saved:
       version, signature = meta.pop("format"), meta.pop("sha256", UNSIGNED)
       checksum = hashlib.sha256(prefix + text.replace(signature.encode(), UNSIGNED.encode(), 1))
       while content := file.read(1 << 24): checksum.update(content)
-      end = max(entry["data_offsets"][1] for entry in header.values())
-      intact = signature in (UNSIGNED, checksum.hexdigest()) and file.tell() == 8 + len(text) + end
-    if version == FORMAT and intact:
+      intact = file.tell() == 8 + len(text) + max(entry["data_offsets"][1] for entry in header.values())
+    if version == FORMAT and intact and signature in (UNSIGNED, checksum.hexdigest()):
       return Saved(path, {n: json.loads(x) for n, x in meta.items()}, safe_load(path), signature != UNSIGNED)
   except OSError as e: raise ValueError(f"{path} cannot be read ({e.strerror}): name another") from None
   except Exception: version = ""                         # whatever a foreign file holds, the user needs the same advice
   refuse(version == FORMAT, f"{path} is damaged, its checksum does not match: move it away or name another")
-  foreign = not str(version).startswith("atlas-")
-  refuse(foreign, f"{path} is not a checkpoint of this project, or is damaged: move it away or name another")
-  raise ValueError(f"{path} has the format {version}, and this version reads {FORMAT}: use the version that wrote it")
+  refuse(str(version).startswith("atlas-"), f"{path} has the format {version}, and this version reads {FORMAT}: use the "
+         f"version that wrote it")
+  raise ValueError(f"{path} is not a checkpoint of this project, or is damaged: move it away or name another")
 
 # *** lines of JSON for evaluation ***
 
