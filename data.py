@@ -23,7 +23,8 @@ HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 UINT32_FILE = "256 int32 (20240801, 7, number of tokens, zeros), then uint32"
 CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")             # without whitespace and escape
 # How files begin that are neither text nor token ids; the name of the group is the format.
-BINARY = re.compile(rb"""(?P<gzip>\x1f\x8b\x08)|(?P<zip>PK(\x03\x04|\x05\x06|\x07\x08))|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<SevenZip>7z\xbc\xaf)|(?P<rar>Rar!\x1a)|(?P<tar>.{257}ustar)|
+BINARY = re.compile(rb"""(?P<gzip>\x1f\x8b\x08)|(?P<zip>PK(\x03\x04|\x05\x06|\x07\x08))|(?P<bzip2>BZh[1-9]1AY&SY)|
+  (?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<SevenZip>7z\xbc\xaf)|(?P<rar>Rar!\x1a)|(?P<tar>.{257}ustar)|
   (?P<NumPy>\x93NUMPY)|(?P<Parquet>PAR1)|(?P<Arrow>ARROW1\x00)|(?P<HDF5>\x89HDF)|(?P<SQLite>SQLite\ format\ 3)|
   (?P<safetensors>.{5}\x00{3}\{)|(?P<GGUF>GGUF.\x00)|(?P<pickle>\x80[\x02-\x05][\x95\x8a(\])}KXc])|(?P<ELF>\x7fELF)|
   (?P<PDF>%PDF-)|(?P<PNG>\x89PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|(?P<RIFF>RIFF.{4}(WAVE|AVI\ |WEBP))|
@@ -80,7 +81,7 @@ def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool]:
     expected, dtype = HEADERS[magic]
     promised = 1024 + count * np.dtype(dtype).itemsize
     refuse(len(start) < 1024 or version != expected,
-           f"data={spec}: its header is cut short, or not of version {expected}: copy it again, or make it of that version")
+           f"data={spec}: its header is cut short, or not of version {expected}: copy it again, or make it anew")
     refuse(size != promised, f"data={spec} has {size:,} bytes and its header promises {promised:,}: copy it again")
     return raw[1024:].view(dtype), False
   if path.suffix != ".bin": return raw, True
@@ -120,8 +121,7 @@ def _folder(root:Path, spec:str) -> tuple[np.ndarray, str]:
 def _source(spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
   """The tokens of `data=spec`, whether they are bytes, and a note of what was left out."""
   if spec == "python": return np.frombuffer(python_source(), np.uint8), True, ""
-  path = Path(os.path.expanduser(spec))
-  advice = "give a file, a folder, or leave it out for Python's own source"
+  path, advice = Path(os.path.expanduser(spec)), "give a file, a folder, or leave it out for Python's own source"
   try:
     refuse(not spec or not path.exists(), f"data={spec} does not exist: {advice}")
     if not path.is_dir(): return *_file(path, spec, vocab), ""
@@ -220,7 +220,7 @@ def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int
   """Multi-query associative recall (Zoology): k1 v1 ... kN vN, then queries.  The label at a key is its value, which is
   not shown again.  Keys are 1..vocab/2-1 and values vocab/2..vocab-1, each once in an example.
   crowd: queries stand at places drawn with probability ~ i^(crowd-1); 0.01 has most in front, 1 is uniform.  noise:
-  tokens that are no key stand between them, not zeros.  again: so many keys are written again, the latest value counts."""
+  between queries stand tokens that are no key, not zeros.  again: so many keys get a second value, which then counts."""
   start, half, slots = 2 * (pairs + again), vocab // 2, _half(length) - pairs - again
   refuse(vocab <= length, f"vocab={vocab} is too small for length={length}: take more than {length}")
   refuse(pairs < 1, f"pairs={pairs} leaves nothing to ask for: take 1 or more")
@@ -253,7 +253,7 @@ def in_context_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=12
   noise: that share of the pairs is noise, two of the highest 16 tokens; keys and values are halves of the others."""
   n, high = _half(length), vocab - (NOISE_TOKENS if noise else 0)
   refuse(n < 2, f"length={length} asks for nothing: take 4 or more")
-  refuse(high < 4 or high % 2, f"vocab={vocab} has no halves for keys and values: take an even {vocab - high + 4} or more")
+  refuse(high < 4 or high % 2, f"vocab={vocab} has no halves: take an even number of {vocab - high + 4} or more")
   refuse(not 0 <= noise < 1, f"noise={noise} is no share: take 0 to 0.9")
   rng, places, (x, y) = default_rng([seed, index]), np.arange(n), _blank(rows, length)
   keys, value_of = rng.integers(0, high // 2, (rows, n)), rng.integers(high // 2, high, (rows, high // 2))
@@ -282,8 +282,8 @@ def _motifs(rng:Generator, shape:tuple[int, ...], low:int, high:int, shortest:in
 
 def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, shortest:int=1) -> Arrays:
   """MAD: recall of motifs (see _motifs).  Padding (vocab-1) stands in front.  Keys are motifs of `shortest` to 3 tokens
-  of the lower half of the others, in tests (from HELD_OUT on) of 3; values are motifs of 1 to 3 tokens of the rest.  The
-  last pair repeats a drawn one.  If a key was seen before, the label before each token of its value is that token."""
+  of the lower half of the others, in tests (from HELD_OUT on) of 3; values are motifs of 1 to 3 tokens of the rest.
+  The last pair repeats a drawn one.  If a key was seen before, each token of its value is the label one place before."""
   refuse(vocab < 7 or length < 18, f"vocab={vocab} length={length} leave no room for motifs: take 7 and 18, or more")
   refuse(not 1 <= shortest <= 3, f"shortest={shortest} is no length of a motif: take 1 to 3")
   if index >= HELD_OUT: shortest = 3
@@ -334,7 +334,7 @@ def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32) ->
 _read_once = functools.lru_cache(maxsize=None)(read)
 FILLER = (b"A kettle hums on the stove.\nTwo boats drift past the pier.\n"
           b"Snow melts along the fence.\nSomebody whistles an old tune.\n")
-# Adjectives and nouns have five letters each, so that all questions have one length.
+# All of five letters, so that all questions have one length.
 ADJECTIVES = "amber brave brisk crisp eager early faint fresh happy light lucky proud quiet rapid solid sunny".split()
 NOUNS = "beach bench canal cloud coast field forge grove hotel lodge mount ocean plaza ridge river tower".split()
 PEOPLE, OBJECTS = ("Ada", "Ben", "Cleo", "Dirk"), ("coin", "lamp", "rope")
@@ -365,10 +365,10 @@ def _scattered(rng:Generator, facts:list[bytes], background:bytes) -> bytes:
 
 def _answered(examples:list[tuple[bytes, bytes]], room:int) -> Arrays:
   """Inputs and labels of prompts of one length and their answers, with `room` bytes for an answer and its newline."""
-  text, size = b"".join(prompt + answer.ljust(room, b"\n") for prompt, answer in examples), len(examples[0][0])
-  tokens, (x, y) = np.frombuffer(text, np.uint8).reshape(-1, size + room), _blank(len(examples), size + room - 1)
-  x[:] = tokens[:, :-1]
-  for row, (_, answer) in enumerate(examples): y[row, size - 1:][:len(answer) + 1] = tokens[row, size:][:len(answer) + 1]
+  start, (x, y) = len(examples[0][0]), _blank(len(examples), len(examples[0][0]) + room - 1)
+  for tokens, labels, (prompt, answer) in zip(x, y, examples):
+    tokens[:] = list((prompt + answer.ljust(room, b"\n"))[:-1])
+    labels[start - 1:start + len(answer)] = list(answer + b"\n")
   return x, y
 
 def prompt_length(y:np.ndarray) -> int:
@@ -469,7 +469,7 @@ BEYOND: dict[str, list[dict]] = {
 class Task:
   """A task with its settings, length and vocab among them."""
   name: str
-  settings: dict
+  settings: dict[str, Any]
   vocab: int
   is_bytes: bool
   def batch(self, rows:int, seed:int, index:int, **changed) -> Arrays:
@@ -486,36 +486,28 @@ class Task:
       variants.append(changed)
     return variants
 
-def _defaults(name:str) -> dict[str, Any]:
-  refuse(name not in TASKS, f"{name + ' is none: ' if name else ''}name a task: {', '.join(TASKS)}")
-  return {n: p.default for n, p in inspect.signature(TASKS[name]).parameters.items() if p.default is not p.empty}
-
-def task_settings(name:str, words:list[str]) -> dict[str, Any]:
-  """The settings of a task from words like pairs=3 (seed is one of them).  ValueError for what it does not have."""
-  types = {"seed": int} | {key: type(default) for key, default in _defaults(name).items()}
-  bounds = {"seed": 2 ** 31 - 1} | ({"length": LONGEST} if name in BYTE_TASKS else {})
-  settings: dict[str, Any] = {}
-  for key, _, value in [word.partition("=") for word in words]:
-    refuse(key not in types, f"{key} is not a setting of {name}: take one of {', '.join(types)}")
-    try: settings[key] = types[key](int(value) if types[key] is bool else value)
-    except ValueError: raise ValueError(f"{key}={value}: {value!r} is not a number: give one") from None
-    most = bounds.get(key, 1 << 16)
-    outside = types[key] is not str and not 0 <= settings[key] <= most
-    refuse(outside, f"{key}={value} is out of range: {name} takes 0 to {most}")
-  return settings
-
 def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
   """The task of `task=spec`: its name, then settings as in mqar:pairs=32,again=8; length and vocab may come from their
-  own keys.  ValueError."""
+  own keys.  ValueError for settings that it does not have or that do not fit."""
   name, _, words = spec.partition(":")
-  defaults, settings = _defaults(name), task_settings(name, [word for word in words.split(",") if word])
+  refuse(name not in TASKS, f"{name + ' is none: ' if name else ''}name a task: {', '.join(TASKS)}")
+  parameters, is_bytes = inspect.signature(TASKS[name]).parameters.values(), name in BYTE_TASKS
+  defaults, settings = {p.name: p.default for p in parameters if p.default is not p.empty}, dict[str, Any]()
+  for word in filter(None, words.split(",")):
+    key, _, value = word.partition("=")
+    refuse(key == "seed", f"task={spec}: seed is a key of its own: give {word}")
+    refuse(key not in defaults, f"{word} is not a setting of {name}: take one of {', '.join(defaults)}")
+    kind = type(defaults[key])
+    try: settings[key] = kind(int(value) if kind is bool else value)
+    except ValueError: raise ValueError(f"{word}: {value!r} is not a number: give one") from None
   for key, x in (("length", length), ("vocab", vocab)):
     if x is None: continue
     refuse(settings.get(key, x) != x, f"{key}={x} contradicts task={spec}: give one of them")
-    if key in defaults: settings |= task_settings(name, [f"{key}={x}"])
-  is_bytes = name in BYTE_TASKS
+    if key in defaults: settings[key] = x
+  for key, x in settings.items():
+    most = LONGEST if is_bytes and key == "length" else 1 << 16
+    refuse(not isinstance(x, str) and not 0 <= x <= most, f"{key}={x} is out of range: {name} takes 0 to {most}")
   refuse(is_bytes and (vocab or 256) < 256, f"vocab={vocab} is too small for task={name}, made of bytes: take 256")
-  refuse("seed" in settings, f"task={spec}: seed is a key of its own: give seed={settings.get('seed')}")
   settings = defaults | settings
   result = Task(name, settings, settings.get("vocab", vocab or 256), is_bytes)
   rows = 1 if is_bytes else max(1, min(64, (1 << 18) // (settings["length"] + result.vocab)))
@@ -523,19 +515,20 @@ def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
   return result
 
 def shown(argv:list[str]) -> int:
-  """Prints two examples of the task argv[0], its settings as key=value.  A label follows its token after a >, and a
-  scored answer in bytes its prompt."""
+  """Prints two examples of the task argv[0], its settings and seed as key=value, labels and answers behind a >."""
+  words = dict(word.partition("=")[::2] for word in argv[1:])
   try:
-    settings = {"seed": 0} | task_settings("".join(argv[:1]), argv[1:])
-    x, y = TASKS[argv[0]](2, index=0, **settings)
+    seed = int(words.pop("seed", "0"))
+    example = task("".join(argv[:1]) + ":" + ",".join(f"{key}={value}" for key, value in words.items()))
+    x, y = example.batch(2, seed, 0)
   except ValueError as e:
     print("error:", e, file=sys.stderr)
     return 2
-  print(inspect.getdoc(TASKS[argv[0]]), end="\n\n")
+  print(inspect.getdoc(TASKS[example.name]), end="\n\n")
   for tokens, labels in zip(x, y):
-    if argv[0] in BYTE_TASKS:
-      prompt, answer = [bytes(z.tolist()).decode(errors="replace") for z in (tokens[:prompt_length(y)], labels[labels >= 0])]
-      print(f"{prompt}>{answer}<")
+    if example.is_bytes:
+      parts = tokens[:prompt_length(y)], labels[labels >= 0]
+      print(*[bytes(part.tolist()).decode(errors="replace") for part in parts], sep=">", end="<\n")
     else: print(*[f"{token}>{label}" if label >= 0 else token for token, label in zip(tokens, labels)])
     print(f"({(labels >= 0).sum()} of {len(labels)} places scored)\n")
   return 0
@@ -551,20 +544,19 @@ class Saved(NamedTuple):
   signed: bool              # with its checksum; another tool that wrote the file again may have left it out
 
 def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> None:
-  """Writes a file under a temporary name, syncs it, and renames it.  OSError where there is no room (tinygrad's safe_save
-  maps the file, where a full disk is a signal).  The checksum is of the file with zeros in the checksum's place."""
-  metadata, end = {"format": FORMAT, "sha256": UNSIGNED} | {n: json.dumps(x) for n, x in meta.items()}, 0
-  header: dict[str, dict] = {"__metadata__": metadata}
+  """Writes a file under a temporary name, syncs it, and renames it.  OSError where there is no room: tinygrad's own
+  safe_save maps the file, and a full disk is a signal.  The checksum is that of the file with zeros in its place."""
+  texts, end = {name: json.dumps(x) for name, x in meta.items()}, 0
+  header: dict[str, dict] = {"__metadata__": {"format": FORMAT, "sha256": UNSIGNED} | texts}
   for name, t in tensors.items():
     start, end = end, end + t.nbytes()
     header[name] = {"dtype": inverse_safe_dtypes[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)
-  prefix = len(text).to_bytes(8, "little")
-  temporary, checksum = Path(path).with_suffix(".tmp"), hashlib.sha256()
+  size, temporary, checksum = len(text).to_bytes(8, "little"), Path(path).with_suffix(".tmp"), hashlib.sha256()
   try:
     with temporary.open("wb") as file:
-      for content in itertools.chain((prefix, text), (t.numpy().tobytes() for t in tensors.values())):
+      for content in itertools.chain((size, text), (t.numpy().tobytes() for t in tensors.values())):
         file.write(content)
         checksum.update(content)
       file.seek(8 + text.index(UNSIGNED.encode()))
@@ -582,12 +574,12 @@ def read_file(path:str|Path) -> Saved:
   path, version, intact = Path(path), "", False
   try:
     with path.open("rb") as file:
-      prefix = file.read(8)
-      text = file.read(min(int.from_bytes(prefix, "little"), path.stat().st_size))
+      size = file.read(8)
+      text = file.read(min(int.from_bytes(size, "little"), path.stat().st_size))
       header = json.loads(text)
       meta = header.pop("__metadata__")
       version, signature = meta.pop("format"), meta.pop("sha256", UNSIGNED)
-      checksum = hashlib.sha256(prefix + text.replace(signature.encode(), UNSIGNED.encode(), 1))
+      checksum = hashlib.sha256(size + text.replace(signature.encode(), UNSIGNED.encode(), 1))
       while content := file.read(1 << 24): checksum.update(content)
       intact = file.tell() == 8 + len(text) + max(entry["data_offsets"][1] for entry in header.values())
     if version == FORMAT and intact and signature in (UNSIGNED, checksum.hexdigest()):
@@ -595,27 +587,27 @@ def read_file(path:str|Path) -> Saved:
   except OSError as e: raise ValueError(f"{path} cannot be read ({e.strerror}): name another") from None
   except Exception: version = ""                         # whatever a foreign file holds, the user needs the same advice
   refuse(version == FORMAT, f"{path} is damaged, its checksum does not match: move it away or name another")
-  refuse(str(version).startswith("atlas-"), f"{path} has the format {version}, and this version reads {FORMAT}: use the "
-         f"version that wrote it")
+  refuse(str(version).startswith("atlas-"), f"{path} has the format {version}, not {FORMAT}: use the version that wrote it")
   raise ValueError(f"{path} is not a checkpoint of this project, or is damaged: move it away or name another")
 
 # *** lines of JSON for evaluation ***
-
 def _are_texts(x:Any, least:int=1) -> bool:
   return isinstance(x, list) and len(x) >= least and all(isinstance(text, str) and text.strip() for text in x)
 
 def _kind(row:Any) -> str:
   """The kind of a line: choice, recall or last.  ValueError says what is wrong with it."""
   refuse(not isinstance(row, dict), "is not an object")
+  has_context = isinstance(row.get("context"), str)
   if "choices" in row:
-    choices, answer, is_text = row["choices"], row.get("answer"), isinstance(row.get("context"), str)
-    refuse(not is_text or not _are_texts([row.get("suffix", "x")]), "context (or suffix) is not text")
+    choices, answer = row["choices"], row.get("answer")
+    refuse(not has_context or not _are_texts([row.get("suffix", "x")]), "context (or suffix) is not text")
     refuse(not _are_texts(choices, 2), "choices is no list of texts")
     number = choices.index(answer) if answer in choices else answer
-    refuse(type(number) is not int or not 0 <= number < len(choices), "answer is neither a choice nor its number, from 0")
+    has_answer = type(number) is int and 0 <= number < len(choices)
+    refuse(not has_answer, "answer is neither one of the choices nor the number of one, from 0")
     return "choice"
   if "question" in row:
-    refuse(not isinstance(row.get("context"), str) or not _are_texts([row["question"]]), "context or question is not text")
+    refuse(not has_context or not _are_texts([row["question"]]), "context or question is not text")
     refuse(not _are_texts(row.get("answers")), "answers is not a list of texts")
     return "recall"
   is_text = isinstance(row.get("text"), str) and len(row["text"].split()) > 1
@@ -631,7 +623,7 @@ def json_lines(path:Path, skip_bad:bool=False) -> tuple[list[tuple[str, dict]], 
   for n, line in enumerate(lines, 1):
     if not line.strip(): continue
     try:
-      try: json.dumps(row := json.loads(line), ensure_ascii=False).encode()               # "\ud800" is JSON, and no text
+      try: json.dumps(row := json.loads(line), ensure_ascii=False).encode()      # "\ud800" is JSON, and no text
       except (ValueError, RecursionError): raise ValueError("is not JSON in UTF-8") from None
       rows.append((_kind(row), row))
     except ValueError as e:
