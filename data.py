@@ -1,13 +1,12 @@
 """What models read, and files of weights: text, token files, synthetic tasks, question files, safetensors.
 
-Batches and examples are pure functions of (seed, step): resuming needs no state.  Without `data=`, the text is Python's
-own standard library, which every machine has.  The last tenth of a text is for validation.
+Batches and examples are pure functions of (seed, step).  Without `data=`, the text is Python's own standard library.
 `python data.py TASK [key=value ...]` prints two examples of a task."""
 from __future__ import annotations
 import collections, functools, hashlib, inspect, itertools, json, os, re, sys, sysconfig, uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple
 import numpy as np
 from numpy.random import Generator, default_rng
 from tinygrad import Tensor
@@ -27,8 +26,8 @@ BINARY = re.compile(rb"""(?P<gzip>\x1f\x8b\x08)|(?P<zip>PK(\x03\x04|\x05\x06|\x0
   (?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<SevenZip>7z\xbc\xaf)|(?P<rar>Rar!\x1a)|(?P<tar>.{257}ustar)|
   (?P<NumPy>\x93NUMPY)|(?P<Parquet>PAR1)|(?P<Arrow>ARROW1\x00)|(?P<HDF5>\x89HDF)|(?P<SQLite>SQLite\ format\ 3)|
   (?P<safetensors>.{5}\x00{3}\{)|(?P<GGUF>GGUF.\x00)|(?P<pickle>\x80[\x02-\x05][\x95\x8a(\])}KXc])|(?P<ELF>\x7fELF)|
-  (?P<PDF>%PDF-)|(?P<PNG>\x89PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|(?P<RIFF>RIFF.{4}(WAVE|AVI\ |WEBP))|
-  (?P<Ogg>OggS\x00)|(?P<FLAC>fLaC\x00)|(?P<MP3>ID3[\x02-\x04])|(?P<MP4>.{4}ftyp)""", re.VERBOSE | re.DOTALL)
+  (?P<PDF>%PDF-)|(?P<PNG>\x89PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|(?P<MP3>ID3[\x02-\x04])|(?P<MP4>.{4}ftyp)|
+  (?P<RIFF>RIFF.{4}(WAVE|AVI\ |WEBP))|(?P<Ogg>OggS\x00)|(?P<FLAC>fLaC\x00)""", re.VERBOSE | re.DOTALL)
 Arrays = tuple[np.ndarray, np.ndarray]                   # inputs, and targets or labels
 
 def refuse(fault:Any, message:str) -> None:
@@ -38,14 +37,13 @@ def refuse(fault:Any, message:str) -> None:
 # *** text ***
 @dataclass(frozen=True)
 class Text:
-  """A stream of tokens, cut in two.  digest: sha256 of the validation part, as little-endian integers of its own width.
-  sample_digest: the same of the training part, or of 1,024 blocks spread evenly over a large one."""
+  """A stream of tokens, cut in two."""
   name: str                 # what was read, and how much of a folder was left out
   train: np.ndarray
   val: np.ndarray
   is_bytes: bool            # False for token ids
-  digest: str
-  sample_digest: str
+  digest: str               # sha256 of the validation part, as little-endian integers of its own width
+  sample_digest: str        # the same of the training part, or of BLOCKS blocks spread evenly over a large one
   stamp: tuple|None         # path, size and time of a mapped file (see `unchanged`), None for a text in memory
 
 def python_source() -> bytes:
@@ -58,18 +56,15 @@ def _is_text(content:bytes) -> bool:
   """Whether bytes are text: without NUL, in no binary format, and in UTF-8 or without control characters."""
   if b"\0" in content or BINARY.match(content): return False
   return "\ufffd" not in content.decode(errors="replace") or not CONTROLS.search(content)
-
 def _header(content:bytes) -> list[int]:
   """What would be the magic number, version and number of tokens of a token file."""
   return np.frombuffer(content[:12].ljust(12, b"\0"), "<i4").tolist()
-
 def _highest(tokens:np.ndarray) -> int:
   """The highest token, searched part by part: a mapped file may be larger than the memory."""
   return max(int(tokens[i:i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
 
-def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool]:
-  """The tokens of a file, and whether they are bytes.  Token ids are GPT-2 or Llama-3 shards, or uint16 in a .bin file.
-  ValueError for a binary format, and for a token file that is cut short or plainly of another type."""
+def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
+  """See _source.  Token ids are GPT-2 or Llama-3 shards, or uint16 in a .bin file."""
   large = path.stat().st_size > IN_MEMORY
   raw = np.memmap(path, np.uint8, "r") if large else np.frombuffer(path.read_bytes(), np.uint8)
   start, size = raw[:1024].tobytes(), len(raw)
@@ -79,23 +74,23 @@ def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool]:
   magic, version, count = _header(start)
   if magic in HEADERS:
     expected, dtype = HEADERS[magic]
+    wrong = len(start) < 1024 or version != expected
+    refuse(wrong, f"data={spec}: its header is cut short, or not of version {expected}: copy it again, or make it anew")
     promised = 1024 + count * np.dtype(dtype).itemsize
-    refuse(len(start) < 1024 or version != expected,
-           f"data={spec}: its header is cut short, or not of version {expected}: copy it again, or make it anew")
     refuse(size != promised, f"data={spec} has {size:,} bytes and its header promises {promised:,}: copy it again")
-    return raw[1024:].view(dtype), False
-  if path.suffix != ".bin": return raw, True
+    return raw[1024:].view(dtype), False, ""
+  if path.suffix != ".bin": return raw, True, ""
   refuse(size % 2, f"data={spec} has no known header, and {size} bytes are no whole number of uint16: copy it again")
   refuse(vocab > 1 << 16, f"data={spec} has no header, and uint16 is too small for vocab={vocab}: write {UINT32_FILE}")
   tokens = raw.view("<u2")
   # Of ids of 32 bits, every second uint16 is the high half: zero, or small.
   if size % 4 == 0 and (high := _highest(tokens[1::2])) < 16 and _highest(tokens[::2]) > 16 * high:
     raise ValueError(f"data={spec} has no header and looks like ids of 32 bits: write uint16, or {UINT32_FILE}")
-  return tokens, False
+  return tokens, False, ""
 
-def _folder(root:Path, spec:str) -> tuple[np.ndarray, str]:
-  """The files of a folder by relative path, joined, and a note of what is left out: hidden files and folders, files
-  that are not text, links to folders, and links to files that are read already."""
+def _folder(root:Path, spec:str) -> tuple[np.ndarray, bool, str]:
+  """See _source.  The files are joined by relative path, but for hidden files and folders, files that are not text,
+  links to folders, and links to files that are read already."""
   def stop(error:OSError): raise error
   paths, contents, left_out = list[Path](), dict[str, bytes](), collections.Counter[str]()
   for folder, folders, files in os.walk(root, onerror=stop):
@@ -116,7 +111,7 @@ def _folder(root:Path, spec:str) -> tuple[np.ndarray, str]:
   note = f" (left out: {', '.join(f'{n} {what}' for what, n in left_out.items())})" if left_out else ""
   tokens = np.frombuffer(b"".join(contents.values()), np.uint8)
   refuse(not len(tokens), f"data={spec} holds no text{note}: give a folder of text, or name a token file")
-  return tokens, note
+  return tokens, True, note
 
 def _source(spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
   """The tokens of `data=spec`, whether they are bytes, and a note of what was left out."""
@@ -124,9 +119,7 @@ def _source(spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
   path, advice = Path(os.path.expanduser(spec)), "give a file, a folder, or leave it out for Python's own source"
   try:
     refuse(not spec or not path.exists(), f"data={spec} does not exist: {advice}")
-    if not path.is_dir(): return *_file(path, spec, vocab), ""
-    tokens, note = _folder(path, spec)
-    return tokens, True, note
+    return _folder(path, spec) if path.is_dir() else _file(path, spec, vocab)
   except OSError as e: raise ValueError(f"data={e.filename or spec} cannot be read ({e.strerror}): {advice}") from None
 
 def read(spec:str) -> tuple[np.ndarray, bool]:
@@ -134,11 +127,9 @@ def read(spec:str) -> tuple[np.ndarray, bool]:
   ValueError, in one line with the fix, for what is missing, unreadable, empty, cut short, or in a binary format."""
   return _source(spec, 0)[:2]
 
-def _stamp(tokens:np.ndarray) -> tuple|None:
-  if not isinstance(tokens, np.memmap): return None
-  status = os.stat(str(tokens.filename))
-  return tokens.filename, status.st_size, status.st_mtime_ns
-
+def _stamp(tokens:Any) -> tuple|None:
+  """Path, size and time of the file that tokens are mapped from."""
+  return (tokens.filename, *os.stat(tokens.filename)[6:9:2]) if isinstance(tokens, np.memmap) else None
 def load(spec:str, vocab:int, length:int, parts:int=VALIDATION) -> Text:
   """The text of `data=spec` (see read).  The last one of so many parts is for validation: all of it with parts=1.
   ValueError if it is too short for sequences of `length`, or has a token id >= vocab."""
@@ -167,8 +158,7 @@ def batch(tokens:np.ndarray, rows:int, length:int, seed:int, step:int) -> Arrays
   return np.ascontiguousarray(sequences[:, :-1]), np.ascontiguousarray(sequences[:, 1:])
 
 def windows(tokens:np.ndarray, rows:int, length:int, total:int) -> Iterator[Arrays]:
-  """Validation batches: about `total` tokens in windows spread evenly over the text, the same ones every time.
-  A last batch that is not full is filled up with targets of -100."""
+  """Validation batches: about `total` tokens in windows spread evenly over the text.  Targets of -100 fill the last."""
   count = max(1, min(total, len(tokens) - 1) // length)
   starts = np.linspace(0, len(tokens) - length - 1, count).astype(np.int64)
   for i in range(0, count, rows):
@@ -199,15 +189,12 @@ MAPPING_SEED = 0x6d6164                                  # of memorization: one 
 def _blank(rows:int, length:int, token:int=0) -> Arrays:
   """Inputs of one token and labels of -100."""
   return np.full((rows, length), token, np.int32), np.full((rows, length), -100, np.int32)
-
 def _half(length:int) -> int:
   refuse(length % 2, f"length={length} is not even: take {length + 1}")
   return length // 2
-
 def _drawn(rng:Generator, rows:int, low:int, high:int, n:int) -> np.ndarray:
   """n different numbers of low..high-1 in every row, in random order: (rows, n)."""
   return low + rng.random((rows, high - low)).argsort(1)[:, :n]
-
 def _first_places(x:np.ndarray) -> np.ndarray:
   """For every number of x (rows, n), all of them 0 or more, the place where it stands first in its row."""
   order = x.argsort(1, kind="stable")
@@ -219,8 +206,8 @@ def mqar(rows:int, seed:int, index:int, vocab:int=8192, length:int=64, pairs:int
          noise:bool=False) -> Arrays:
   """Multi-query associative recall (Zoology): k1 v1 ... kN vN, then queries.  The label at a key is its value, which is
   not shown again.  Keys are 1..vocab/2-1 and values vocab/2..vocab-1, each once in an example.
-  crowd: queries stand at places drawn with probability ~ i^(crowd-1); 0.01 has most in front, 1 is uniform.  noise:
-  between queries stand tokens that are no key, not zeros.  again: so many keys get a second value, which then counts."""
+  crowd: queries stand at places drawn with probability ~ i^(crowd-1): 0.01 has most in front, 1 is uniform.
+  noise: tokens that are no key replace the zeros.  again: so many keys get a second value, which then counts."""
   start, half, slots = 2 * (pairs + again), vocab // 2, _half(length) - pairs - again
   refuse(vocab <= length, f"vocab={vocab} is too small for length={length}: take more than {length}")
   refuse(pairs < 1, f"pairs={pairs} leaves nothing to ask for: take 1 or more")
@@ -283,7 +270,7 @@ def _motifs(rng:Generator, shape:tuple[int, ...], low:int, high:int, shortest:in
 def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, shortest:int=1) -> Arrays:
   """MAD: recall of motifs (see _motifs).  Padding (vocab-1) stands in front.  Keys are motifs of `shortest` to 3 tokens
   of the lower half of the others, in tests (from HELD_OUT on) of 3; values are motifs of 1 to 3 tokens of the rest.
-  The last pair repeats a drawn one.  If a key was seen before, each token of its value is the label one place before."""
+  The last pair repeats a drawn one.  The values of keys that were seen before are labels, each one place before."""
   refuse(vocab < 7 or length < 18, f"vocab={vocab} length={length} leave no room for motifs: take 7 and 18, or more")
   refuse(not 1 <= shortest <= 3, f"shortest={shortest} is no length of a motif: take 1 to 3")
   if index >= HELD_OUT: shortest = 3
@@ -334,15 +321,13 @@ def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32) ->
 _read_once = functools.lru_cache(maxsize=None)(read)
 FILLER = (b"A kettle hums on the stove.\nTwo boats drift past the pier.\n"
           b"Snow melts along the fence.\nSomebody whistles an old tune.\n")
-# All of five letters, so that all questions have one length.
 ADJECTIVES = "amber brave brisk crisp eager early faint fresh happy light lucky proud quiet rapid solid sunny".split()
-NOUNS = "beach bench canal cloud coast field forge grove hotel lodge mount ocean plaza ridge river tower".split()
+NOUNS = "beach bench canal cloud coast field forge grove hotel lodge mount ocean plaza ridge river tower".split()   # all of 5 letters
 PEOPLE, OBJECTS = ("Ada", "Ben", "Cleo", "Dirk"), ("coin", "lamp", "rope")
 ROOMS = ("attic", "cellar", "garden", "hall", "kitchen", "study")
 # By question: all answers; the usual number of facts, the fewest, and the bytes of the longest.
 BABI_LABELS = dict.fromkeys((1, 2, 3, 4), ROOMS) | {5: PEOPLE + OBJECTS}
 STORIES = {1: (10, 1, 26), 2: (12, 2, 26), 3: (12, 3, 26), 4: (2, 2, 36), 5: (8, 1, 28)}
-
 def _pick(rng:Generator, options): return options[rng.integers(len(options))]
 
 def _background(rng:Generator, text:str, size:int) -> bytes:
@@ -393,9 +378,16 @@ def niah(rows:int, seed:int, index:int, kind:str="pk", length:int=512, text:str=
 
 def _story(rng:Generator, question:int, count:int) -> tuple[list[str], dict[str, str]]:
   """The facts of a story, and what can be asked after the last of them, with the answers."""
-  if question == 4: return _rooms_in_line(rng)
   facts, asked, room_of, holder = list[str](), dict[str, str](), dict[str, str](), dict[str, str]()
   trail = dict[str, list[str]]()                         # the rooms of an object: anywhere, until somebody takes it
+  if question == 4:
+    first, middle, last = rng.permutation(ROOMS)[:3].tolist()
+    ahead, behind = _pick(rng, (("north", "south"), ("west", "east")))
+    for a, b in ((first, middle), (middle, last)):
+      facts.append(_pick(rng, (f"The {a} is {ahead} of the {b}.", f"The {b} is {behind} of the {a}.")))
+    return rng.permutation(facts).tolist(), {
+      f"What is {ahead} of the {middle}?": first, f"What is {behind} of the {middle}?": last,
+      f"What is the {middle} {behind} of?": first, f"What is the {middle} {ahead} of?": last}
   for _ in range(count):
     if question == 5:
       thing = _pick(rng, OBJECTS)
@@ -423,15 +415,6 @@ def _story(rng:Generator, question:int, count:int) -> tuple[list[str], dict[str,
   if question == 2: asked = {f"Where is the {o}?": rooms[-1] for o, rooms in trail.items()}
   if question == 3: asked = {f"Where was the {o} before it last came to the {b}?": a for o, a, b in steps}
   return facts, asked
-
-def _rooms_in_line(rng:Generator) -> tuple[list[str], dict[str, str]]:
-  first, middle, last = rng.permutation(ROOMS)[:3].tolist()
-  ahead, behind = _pick(rng, (("north", "south"), ("west", "east")))
-  facts = [_pick(rng, (f"The {a} is {ahead} of the {b}.", f"The {b} is {behind} of the {a}."))
-           for a, b in ((first, middle), (middle, last))]
-  return rng.permutation(facts).tolist(), {
-    f"What is {ahead} of the {middle}?": first, f"What is {behind} of the {middle}?": last,
-    f"What is the {middle} {behind} of?": first, f"What is the {middle} {ahead} of?": last}
 
 def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str="filler", facts:int=0) -> Arrays:
   """BABILong, with stories of our own, in bytes: facts scattered over lines of background (text=, or filler sentences),
@@ -578,7 +561,7 @@ def read_file(path:str|Path) -> Saved:
       text = file.read(min(int.from_bytes(size, "little"), path.stat().st_size))
       header = json.loads(text)
       meta = header.pop("__metadata__")
-      version, signature = meta.pop("format"), meta.pop("sha256", UNSIGNED)
+      version, signature = str(meta.pop("format")), meta.pop("sha256", UNSIGNED)
       checksum = hashlib.sha256(size + text.replace(signature.encode(), UNSIGNED.encode(), 1))
       while content := file.read(1 << 24): checksum.update(content)
       intact = file.tell() == 8 + len(text) + max(entry["data_offsets"][1] for entry in header.values())
@@ -587,7 +570,7 @@ def read_file(path:str|Path) -> Saved:
   except OSError as e: raise ValueError(f"{path} cannot be read ({e.strerror}): name another") from None
   except Exception: version = ""                         # whatever a foreign file holds, the user needs the same advice
   refuse(version == FORMAT, f"{path} is damaged, its checksum does not match: move it away or name another")
-  refuse(str(version).startswith("atlas-"), f"{path} has the format {version}, not {FORMAT}: use the version that wrote it")
+  refuse("atlas-" in version, f"{path} has the format {version}, not {FORMAT}: use the version that wrote it")
   raise ValueError(f"{path} is not a checkpoint of this project, or is damaged: move it away or name another")
 
 # *** lines of JSON for evaluation ***
