@@ -74,10 +74,9 @@ def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
   magic, version, count = _header(start)
   if magic in HEADERS:
     expected, dtype = HEADERS[magic]
-    wrong = len(start) < 1024 or version != expected
-    refuse(wrong, f"data={spec}: its header is cut short, or not of version {expected}: copy it again, or make it anew")
-    promised = 1024 + count * np.dtype(dtype).itemsize
-    refuse(size != promised, f"data={spec} has {size:,} bytes and its header promises {promised:,}: copy it again")
+    cut_short = len(start) < 1024 or size != 1024 + count * np.dtype(dtype).itemsize
+    refuse(version != expected, f"data={spec} has a header of version {version}, not {expected}: make it anew")
+    refuse(cut_short, f"data={spec} has {size:,} bytes, and its header promises {count:,} tokens: copy it again")
     return raw[1024:].view(dtype), False, ""
   if path.suffix != ".bin": return raw, True, ""
   refuse(size % 2, f"data={spec} has no known header, and {size} bytes are no whole number of uint16: copy it again")
@@ -128,8 +127,10 @@ def read(spec:str) -> tuple[np.ndarray, bool]:
   return _source(spec, 0)[:2]
 
 def _stamp(tokens:Any) -> tuple|None:
-  """Path, size and time of the file that tokens are mapped from."""
-  return (tokens.filename, *os.stat(tokens.filename)[6:9:2]) if isinstance(tokens, np.memmap) else None
+  if not isinstance(tokens, np.memmap): return None
+  status = os.stat(str(tokens.filename))
+  return tokens.filename, status.st_size, status.st_mtime_ns
+
 def load(spec:str, vocab:int, length:int, parts:int=VALIDATION) -> Text:
   """The text of `data=spec` (see read).  The last one of so many parts is for validation: all of it with parts=1.
   ValueError if it is too short for sequences of `length`, or has a token id >= vocab."""
@@ -301,8 +302,8 @@ def selective_copying(rows:int, seed:int, index:int, vocab:int=16, length:int=25
   return x, y
 
 def compression(rows:int, seed:int, index:int, vocab:int=16, length:int=32) -> Arrays:
-  """MAD: random tokens of 0..vocab-2, then the summary token (vocab-1); every token is the label at its own place.
-  It is not read as the other tasks: a decoder is given the state at the summary token and a place, and answers."""
+  """MAD: random tokens of 0..vocab-2, then the summary token (vocab-1); all are labels, each at its own place.  A decoder
+  that is given the state at the summary token, and a place, answers."""
   refuse(vocab < 3 or length < 2, f"vocab={vocab} length={length} leave nothing to compress: take 3 and 2, or more")
   x = default_rng([seed, index]).integers(0, vocab - 1, (rows, length)).astype(np.int32)
   x[:, -1] = vocab - 1
@@ -319,10 +320,11 @@ def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32) ->
 
 # *** tasks in bytes: prompts of one length, an answer, a newline; what fills the row after them is not scored ***
 _read_once = functools.lru_cache(maxsize=None)(read)
-FILLER = (b"A kettle hums on the stove.\nTwo boats drift past the pier.\n"
-          b"Snow melts along the fence.\nSomebody whistles an old tune.\n")
+FILLER = np.frombuffer(b"A kettle hums on the stove.\nTwo boats drift past the pier.\nSnow melts along the fence.\n"
+                       b"Somebody whistles an old tune.\n", np.uint8)
+# Adjectives and nouns have five letters each, so that all questions have one length.
 ADJECTIVES = "amber brave brisk crisp eager early faint fresh happy light lucky proud quiet rapid solid sunny".split()
-NOUNS = "beach bench canal cloud coast field forge grove hotel lodge mount ocean plaza ridge river tower".split()   # all of 5 letters
+NOUNS = "beach bench canal cloud coast field forge grove hotel lodge mount ocean plaza ridge river tower".split()
 PEOPLE, OBJECTS = ("Ada", "Ben", "Cleo", "Dirk"), ("coin", "lamp", "rope")
 ROOMS = ("attic", "cellar", "garden", "hall", "kitchen", "study")
 # By question: all answers; the usual number of facts, the fewest, and the bytes of the longest.
@@ -332,10 +334,8 @@ def _pick(rng:Generator, options): return options[rng.integers(len(options))]
 
 def _background(rng:Generator, text:str, size:int) -> bytes:
   """`size` bytes of text= from a drawn place, or of the filler sentences over and over; the last one is a newline."""
-  if text == "filler": source, is_bytes = np.resize(np.frombuffer(FILLER, np.uint8), size), True
-  else:
-    try: source, is_bytes = _read_once(text)
-    except ValueError as e: raise ValueError(str(e).replace("data=", "text=")) from None
+  try: source, is_bytes = (np.resize(FILLER, size), True) if text == "filler" else _read_once(text)
+  except ValueError as e: raise ValueError(str(e).replace("data=", "text=")) from None
   refuse(not is_bytes, f"text={text} holds token ids, and this task is made of bytes: give a file of text")
   refuse(len(source) < size, f"text={text} has {len(source):,} bytes and {size:,} are needed: give a longer one")
   start = rng.integers(0, len(source) - size + 1)
@@ -423,9 +423,9 @@ def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str
   room, of three in a line; 5, who gave what to whom.  facts: how many a story has, 0 for as many as is usual."""
   refuse(question not in STORIES, f"question={question} is not known: take 1 to 5")
   usual, fewest, longest = STORIES[question]
-  count, room, only = facts or usual, max(map(len, BABI_LABELS[question])) + 1, question == 4
-  bounds = fewest if only else f"{fewest} or more"
-  refuse(count < fewest or only and count > 2, f"facts={facts} do not fit question={question}: take {bounds}")
+  count, room = facts or usual, max(map(len, BABI_LABELS[question])) + 1
+  refuse(question == 4 and count != 2, f"facts={facts} do not fit question=4: take 2")
+  refuse(count < fewest, f"facts={facts} do not fit question={question}: take {fewest} or more")
   least = count * longest + 56 + room                    # 55 for the longest question, 1 of background
   refuse(length < least, f"length={length} has no room for {count} facts and the question: take {least} or more")
   rng = default_rng([seed, index])
@@ -552,8 +552,8 @@ def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> 
     raise
 
 def read_file(path:str|Path) -> Saved:
-  """What `save_file` wrote, also when another tool wrote it again without our checksum.  Nothing in the file is
-  executed.  ValueError for a file of another kind or version, or one that is damaged."""
+  """What `save_file` wrote, also if another tool wrote it again without the checksum.  Nothing in it is executed.
+  ValueError for a file of another kind or version, or one that is damaged."""
   path, version, intact = Path(path), "", False
   try:
     with path.open("rb") as file:
