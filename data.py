@@ -23,11 +23,11 @@ UINT32_FILE = "256 int32 (20240801, 7, number of tokens, zeros), then uint32"
 CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")             # without whitespace and escape
 # How files begin that are neither text nor token ids; the name of the group is the format.
 BINARY = re.compile(rb"""(?P<gzip>\x1f\x8b\x08)|(?P<zip>PK(\x03\x04|\x05\x06|\x07\x08))|(?P<bzip2>BZh[1-9]1AY&SY)|
-  (?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<SevenZip>7z\xbc\xaf)|(?P<rar>Rar!\x1a)|(?P<tar>.{257}ustar)|
+  (?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<SevenZip>7z\xbc\xaf)|(?P<tar>.{257}ustar)|(?P<Ogg>OggS\x00)|
   (?P<NumPy>\x93NUMPY)|(?P<Parquet>PAR1)|(?P<Arrow>ARROW1\x00)|(?P<HDF5>\x89HDF)|(?P<SQLite>SQLite\ format\ 3)|
   (?P<safetensors>.{5}\x00{3}\{)|(?P<GGUF>GGUF.\x00)|(?P<pickle>\x80[\x02-\x05][\x95\x8a(\])}KXc])|(?P<ELF>\x7fELF)|
-  (?P<PDF>%PDF-)|(?P<PNG>\x89PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|(?P<MP3>ID3[\x02-\x04])|(?P<MP4>.{4}ftyp)|
-  (?P<RIFF>RIFF.{4}(WAVE|AVI\ |WEBP))|(?P<Ogg>OggS\x00)|(?P<FLAC>fLaC\x00)""", re.VERBOSE | re.DOTALL)
+  (?P<PDF>%PDF-)|(?P<PNG>\x89PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|(?P<FLAC>fLaC\x00)|(?P<MP3>ID3[\x02-\x04])|
+  (?P<MP4>.{4}ftyp)|(?P<RIFF>RIFF.{4}(WAVE|AVI\ |WEBP))""", re.VERBOSE | re.DOTALL)
 Arrays = tuple[np.ndarray, np.ndarray]                   # inputs, and targets or labels
 
 def refuse(fault:Any, message:str) -> None:
@@ -56,11 +56,9 @@ def _is_text(content:bytes) -> bool:
   """Whether bytes are text: without NUL, in no binary format, and in UTF-8 or without control characters."""
   if b"\0" in content or BINARY.match(content): return False
   return "\ufffd" not in content.decode(errors="replace") or not CONTROLS.search(content)
-def _header(content:bytes) -> list[int]:
-  """What would be the magic number, version and number of tokens of a token file."""
+def _header(content:bytes) -> list[int]:                  # magic number, version, number of tokens
   return np.frombuffer(content[:12].ljust(12, b"\0"), "<i4").tolist()
-def _highest(tokens:np.ndarray) -> int:
-  """The highest token, searched part by part: a mapped file may be larger than the memory."""
+def _highest(tokens:np.ndarray) -> int:                   # in parts: a mapped file may be larger than the memory
   return max(int(tokens[i:i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
 
 def _file(path:Path, spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
@@ -130,19 +128,17 @@ def _stamp(tokens:Any) -> tuple|None:
   if not isinstance(tokens, np.memmap): return None
   status = os.stat(str(tokens.filename))
   return tokens.filename, status.st_size, status.st_mtime_ns
-
 def load(spec:str, vocab:int, length:int, parts:int=VALIDATION) -> Text:
   """The text of `data=spec` (see read).  The last one of so many parts is for validation: all of it with parts=1.
   ValueError if it is too short for sequences of `length`, or has a token id >= vocab."""
   tokens, is_bytes, note = _source(spec, vocab)
   cut = len(tokens) - len(tokens) // parts
   train, val = tokens[:cut], tokens[cut:]
-  refuse(len(val) <= length, f"data={spec} is too short: {len(tokens):,} tokens leave {len(val):,} for validation, and "
-         f"length={length} needs {length + 1}: give {(length + 1) * parts:,} tokens or a smaller length")
+  refuse(len(val) <= length, f"data={spec} is too short: {len(tokens):,} tokens leave {len(val):,} for validation: give "
+         f"{(length + 1) * parts:,} for length={length}, or a smaller length")
   highest, digest = _highest(tokens), hashlib.sha256(val.tobytes()).hexdigest()
   refuse(highest >= vocab, f"data={spec} has token {highest}, outside vocab={vocab}: give vocab={highest + 1} or more")
-  starts, sample = np.arange(0, cut, BLOCK), hashlib.sha256()
-  if cut > BLOCKS * BLOCK: starts = np.linspace(0, cut - BLOCK, BLOCKS).astype(np.int64)
+  starts, sample = np.linspace(0, max(0, cut - BLOCK), min(BLOCKS, -(-cut // BLOCK))).astype(np.int64), hashlib.sha256()
   for start in starts: sample.update(train[start:start + BLOCK].tobytes())
   return Text(spec + note, train, val, is_bytes, digest, sample.hexdigest(), _stamp(tokens))
 
@@ -180,15 +176,13 @@ def encode(text:str, is_bytes:bool, vocab:int) -> list[int]:
   for i in ids: refuse(not 0 <= i < vocab, f"prompt={text!r} has token {i}, outside vocab={vocab}: leave it out")
   return ids
 
-# *** tasks: rows examples of (seed, index) -> tokens and labels (rows, length) int32 ***
-# A label is the right answer at its place, -100 where nothing is scored.  Training scores the places that tests score.
-# This is our choice (MAD trains on every next token): the loss then says how much of the task is learned.
+# *** tasks: rows examples of (seed, index) -> tokens and labels (rows, length) int32, -100 where nothing is scored ***
+# Our choice: training scores the places that tests score, where MAD trains on every next token.
 HELD_OUT = 1 << 32                                       # training takes examples from 0 on, evaluation from here on
 NOISE_TOKENS = 16                                        # of noisy recall, whatever the vocabulary
-MAPPING_SEED = 0x6d6164                                  # of memorization: one mapping for all seeds
+MAPPING_SEED = 0x6d6164                                  # of memorization: one shuffle of the values for all seeds
 
-def _blank(rows:int, length:int, token:int=0) -> Arrays:
-  """Inputs of one token and labels of -100."""
+def _blank(rows:int, length:int, token:int=0) -> Arrays:  # inputs of one token, and labels of -100
   return np.full((rows, length), token, np.int32), np.full((rows, length), -100, np.int32)
 def _half(length:int) -> int:
   refuse(length % 2, f"length={length} is not even: take {length + 1}")
@@ -260,8 +254,7 @@ def noisy_recall(rows:int, seed:int, index:int, vocab:int=32, length:int=128, no
   return in_context_recall(rows, seed, index, vocab, length, noise)
 
 def _motifs(rng:Generator, shape:tuple[int, ...], low:int, high:int, shortest:int) -> np.ndarray:
-  """Motifs (*shape, 3): a length is drawn from shortest..3, then an ordered choice of so many different tokens of
-  low..high-1.  -1 stands after the last token."""
+  """Motifs (*shape, 3): a length is drawn from shortest..3, then so many different tokens, in order; then stands -1."""
   first, second, third = [rng.integers(low, high - taken, shape) for taken in range(3)]
   second += second >= first
   third += third >= np.minimum(first, second)
@@ -302,16 +295,14 @@ def selective_copying(rows:int, seed:int, index:int, vocab:int=16, length:int=25
   return x, y
 
 def compression(rows:int, seed:int, index:int, vocab:int=16, length:int=32) -> Arrays:
-  """MAD: random tokens of 0..vocab-2, then the summary token (vocab-1); all are labels, each at its own place.  A decoder
-  that is given the state at the summary token, and a place, answers."""
+  """MAD: random tokens, then the summary token (vocab-1), whose state a decoder reads.  Each is the label at its place."""
   refuse(vocab < 3 or length < 2, f"vocab={vocab} length={length} leave nothing to compress: take 3 and 2, or more")
   x = default_rng([seed, index]).integers(0, vocab - 1, (rows, length)).astype(np.int32)
   x[:, -1] = vocab - 1
   return x, x.copy()
 
 def memorization(rows:int, seed:int, index:int, vocab:int=256, length:int=32) -> Arrays:
-  """MAD: keys, each followed by the insert token (vocab-1), whose label is the key's value.  Keys are mapped one-to-one
-  on values, by a shuffle that is the same in all examples, for every seed."""
+  """MAD: keys, each followed by the insert token (vocab-1), whose label is the key's value, always the same."""
   refuse(vocab < 3, f"vocab={vocab} has no key and value beside the insert token: take 3 or more")
   half, (x, y) = (vocab - 1) // 2, _blank(rows, length, vocab - 1)
   x[:, ::2] = default_rng([seed, index]).integers(0, half, (rows, _half(length)))
@@ -327,9 +318,8 @@ ADJECTIVES = "amber brave brisk crisp eager early faint fresh happy light lucky 
 NOUNS = "beach bench canal cloud coast field forge grove hotel lodge mount ocean plaza ridge river tower".split()
 PEOPLE, OBJECTS = ("Ada", "Ben", "Cleo", "Dirk"), ("coin", "lamp", "rope")
 ROOMS = ("attic", "cellar", "garden", "hall", "kitchen", "study")
-# By question: all answers; the usual number of facts, the fewest, and the bytes of the longest.
-BABI_LABELS = dict.fromkeys((1, 2, 3, 4), ROOMS) | {5: PEOPLE + OBJECTS}
-STORIES = {1: (10, 1, 26), 2: (12, 2, 26), 3: (12, 3, 26), 4: (2, 2, 36), 5: (8, 1, 28)}
+BABI_LABELS = dict.fromkeys((1, 2, 3, 4), ROOMS) | {5: PEOPLE + OBJECTS}                  # all answers to a question
+STORIES = {1: (10, 1, 26), 2: (12, 2, 26), 3: (12, 3, 26), 4: (2, 2, 36), 5: (8, 1, 28)}  # facts: usual, least, bytes
 def _pick(rng:Generator, options): return options[rng.integers(len(options))]
 
 def _background(rng:Generator, text:str, size:int) -> bytes:
@@ -423,12 +413,11 @@ def babi(rows:int, seed:int, index:int, question:int=1, length:int=512, text:str
   room, of three in a line; 5, who gave what to whom.  facts: how many a story has, 0 for as many as is usual."""
   refuse(question not in STORIES, f"question={question} is not known: take 1 to 5")
   usual, fewest, longest = STORIES[question]
-  count, room = facts or usual, max(map(len, BABI_LABELS[question])) + 1
+  rng, count, room = default_rng([seed, index]), facts or usual, max(map(len, BABI_LABELS[question])) + 1
   refuse(question == 4 and count != 2, f"facts={facts} do not fit question=4: take 2")
   refuse(count < fewest, f"facts={facts} do not fit question={question}: take {fewest} or more")
   least = count * longest + 56 + room                    # 55 for the longest question, 1 of background
   refuse(length < least, f"length={length} has no room for {count} facts and the question: take {least} or more")
-  rng = default_rng([seed, index])
   def example() -> tuple[bytes, bytes]:
     told, asked = _story(rng, question, count)
     while not asked: told, asked = _story(rng, question, count)
@@ -442,8 +431,7 @@ TASKS = {task.__name__: task for task in (mqar, copy, in_context_recall, noisy_r
                                           compression, memorization, niah, babi)}
 BYTE_TASKS = ("niah", "babi")
 LONGEST = 1 << 20                                        # bytes of an example
-# What a task is evaluated at beyond its own settings, in factors of them.
-BEYOND: dict[str, list[dict]] = {
+BEYOND: dict[str, list[dict]] = {                         # factors of a task's own settings, to evaluate it beyond them
   "mqar": [dict(pairs=2, again=2, length=2), dict(length=2), dict(length=4)], "compression": [],
   "selective_copying": [dict(length=2), dict(copies=2, length=2)],
   "niah": [dict(length=n) for n in (2, 4, 8, 16)], "babi": [dict(length=n) for n in (2, 4, 8)]}
@@ -499,11 +487,10 @@ def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
 
 def shown(argv:list[str]) -> int:
   """Prints two examples of the task argv[0], its settings and seed as key=value, labels and answers behind a >."""
-  words = dict(word.partition("=")[::2] for word in argv[1:])
+  words, seeds = [w for w in argv if not w.startswith("seed=")], [w[5:] for w in argv if w.startswith("seed=")]
   try:
-    seed = int(words.pop("seed", "0"))
-    example = task("".join(argv[:1]) + ":" + ",".join(f"{key}={value}" for key, value in words.items()))
-    x, y = example.batch(2, seed, 0)
+    example = task(f"{''.join(words[:1])}:{','.join(words[1:])}")
+    x, y = example.batch(2, int((seeds or ["0"])[-1]), 0)
   except ValueError as e:
     print("error:", e, file=sys.stderr)
     return 2
@@ -520,11 +507,11 @@ def shown(argv:list[str]) -> int:
 FORMAT, UNSIGNED = "atlas-2", "0" * 64
 
 class Saved(NamedTuple):
-  """A file of weights.  Its tensors stay on disk until they are used."""
+  """A file of weights.  signed: with its checksum, which a tool that wrote the file again may have left out."""
   path: Path
   meta: dict[str, Any]
-  tensors: dict[str, Tensor]
-  signed: bool              # with its checksum; another tool that wrote the file again may have left it out
+  tensors: dict[str, Tensor]                             # on disk until they are used
+  signed: bool
 
 def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> None:
   """Writes a file under a temporary name, syncs it, and renames it.  OSError where there is no room: tinygrad's own
@@ -547,9 +534,7 @@ def save_file(path:str|Path, tensors:dict[str, Tensor], meta:dict[str, Any]) -> 
       file.flush()
       os.fsync(file.fileno())
     temporary.replace(path)
-  except BaseException:
-    temporary.unlink(missing_ok=True)
-    raise
+  finally: temporary.unlink(missing_ok=True)
 
 def read_file(path:str|Path) -> Saved:
   """What `save_file` wrote, also if another tool wrote it again without the checksum.  Nothing in it is executed.
