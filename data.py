@@ -115,7 +115,8 @@ def _source(spec:str, vocab:int) -> tuple[np.ndarray, bool, str]:
   if spec == "python": return np.frombuffer(python_source(), np.uint8), True, ""
   path, advice = Path(os.path.expanduser(spec)), "give a file, a folder, or leave it out for Python's own source"
   try:
-    refuse(not spec or not path.exists(), f"data={spec} does not exist: {advice}")
+    exists = spec and (path.is_file() or path.is_dir())
+    refuse(not exists, f"data={spec} does not exist, or is neither a file nor a folder: {advice}")
     return _folder(path, spec) if path.is_dir() else _file(path, spec, vocab)
   except OSError as e: raise ValueError(f"data={e.filename or spec} cannot be read ({e.strerror}): {advice}") from None
 
@@ -134,8 +135,8 @@ def load(spec:str, vocab:int, length:int, parts:int=VALIDATION) -> Text:
   tokens, is_bytes, note = _source(spec, vocab)
   cut = len(tokens) - len(tokens) // parts
   train, val = tokens[:cut], tokens[cut:]
-  refuse(len(val) <= length, f"data={spec} is too short: {len(tokens):,} tokens leave {len(val):,} for validation: give "
-         f"{(length + 1) * parts:,} for length={length}, or a smaller length")
+  refuse(len(val) <= length, f"data={spec} is too short: {len(tokens):,} tokens leave {len(val):,} for validation: "
+         f"give {(length + 1) * parts:,} for length={length}, or a smaller length")
   highest, digest = _highest(tokens), hashlib.sha256(val.tobytes()).hexdigest()
   refuse(highest >= vocab, f"data={spec} has token {highest}, outside vocab={vocab}: give vocab={highest + 1} or more")
   starts, sample = np.linspace(0, max(0, cut - BLOCK), min(BLOCKS, -(-cut // BLOCK))).astype(np.int64), hashlib.sha256()
@@ -295,7 +296,7 @@ def selective_copying(rows:int, seed:int, index:int, vocab:int=16, length:int=25
   return x, y
 
 def compression(rows:int, seed:int, index:int, vocab:int=16, length:int=32) -> Arrays:
-  """MAD: random tokens, then the summary token (vocab-1), whose state a decoder reads.  Each is the label at its place."""
+  """MAD: random tokens, then the summary token (vocab-1), whose state a decoder reads.  All are labels in place."""
   refuse(vocab < 3 or length < 2, f"vocab={vocab} length={length} leave nothing to compress: take 3 and 2, or more")
   x = default_rng([seed, index]).integers(0, vocab - 1, (rows, length)).astype(np.int32)
   x[:, -1] = vocab - 1
