@@ -458,7 +458,7 @@ class Task:
     return variants
 
 def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
-  """The task of `task=spec`: its name and settings, as in mqar:pairs=32,again=8; two may be given beside it.  ValueError."""
+  """The task of `task=spec`, such as mqar:pairs=32,again=8; length and vocab have keys of their own.  ValueError."""
   name, _, words = spec.partition(":")
   refuse(name not in TASKS, f"{name + ' is none: ' if name else ''}name a task: {', '.join(TASKS)}")
   parameters, is_bytes = inspect.signature(TASKS[name]).parameters.values(), name in BYTE_TASKS
