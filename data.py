@@ -1,4 +1,4 @@
-"""What models read, and files of weights: text, token files, synthetic tasks, question files, safetensors.
+"""What models read, and files of weights: text, token files, synthetic tasks, safetensors.
 
 Batches and examples are pure functions of (seed, step).  Without `data=`, the text is Python's own standard library.
 `python data.py TASK [key=value ...]` prints two examples of a task."""
@@ -556,47 +556,5 @@ def read_file(path:str|Path) -> Saved:
   refuse(version == FORMAT, f"{path} is damaged, its checksum does not match: move it away or name another")
   refuse("atlas-" in version, f"{path} has the format {version}, not {FORMAT}: use the version that wrote it")
   raise ValueError(f"{path} is not a checkpoint of this project, or is damaged: move it away or name another")
-
-# *** lines of JSON for evaluation ***
-def _are_texts(x:Any, least:int=1) -> bool:
-  return isinstance(x, list) and len(x) >= least and all(isinstance(text, str) and text.strip() for text in x)
-
-def _kind(row:Any) -> str:
-  """The kind of a line: choice, recall or last.  ValueError says what is wrong with it."""
-  refuse(not isinstance(row, dict), "is not an object")
-  has_context = isinstance(row.get("context"), str)
-  if "choices" in row:
-    choices, answer = row["choices"], row.get("answer")
-    refuse(not has_context or not _are_texts([row.get("suffix", "x")]), "context (or suffix) is not text")
-    refuse(not _are_texts(choices, 2), "choices is no list of texts")
-    number = choices.index(answer) if answer in choices else answer
-    has_answer = type(number) is int and 0 <= number < len(choices)
-    refuse(not has_answer, "answer is neither one of the choices nor the number of one, from 0")
-    return "choice"
-  if "question" in row:
-    refuse(not has_context or not _are_texts([row["question"]]), "context or question is not text")
-    refuse(not _are_texts(row.get("answers")), "answers is not a list of texts")
-    return "recall"
-  is_text = isinstance(row.get("text"), str) and len(row["text"].split()) > 1
-  refuse(not is_text, "has neither choices, nor question, nor a text of two words or more")
-  return "last"
-
-def json_lines(path:Path, skip_bad:bool=False) -> tuple[list[tuple[str, dict]], int]:
-  """(kind, line) of every line that is not blank, and how many bad ones were skipped.
-  ValueError names the first bad line and what is wrong."""
-  rows, skipped = list[tuple[str, dict]](), 0
-  try: lines = path.read_bytes().split(b"\n")
-  except OSError as e: raise ValueError(f"data={path} cannot be read ({e.strerror}): give another path") from None
-  for n, line in enumerate(lines, 1):
-    if not line.strip(): continue
-    try:
-      try: json.dumps(row := json.loads(line), ensure_ascii=False).encode()      # "\ud800" is JSON, and no text
-      except (ValueError, RecursionError): raise ValueError("is not JSON in UTF-8") from None
-      rows.append((_kind(row), row))
-    except ValueError as e:
-      refuse(not skip_bad, f"data={path}, line {n} {e}: mend it, or leave such lines out with skip_bad=1")
-      skipped += 1
-  refuse(not rows, f"data={path} has no line to evaluate: give one with context, choices and answer, for example")
-  return rows, skipped
 
 if __name__ == "__main__": sys.exit(shown(sys.argv[1:]))
