@@ -7,7 +7,7 @@ loop nests of them and their adjoints; dense products (`matmul`); the recurrence
 which takes one of the forms.
 """
 from __future__ import annotations
-import contextlib, functools, itertools, math, os, shutil, sys
+import contextlib, functools, itertools, math, os, sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, cast
@@ -25,11 +25,9 @@ from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, 
                   sizes, to_multiple, with_entries)
 __all__ = ["apply", "feature_size", "for_batch", "initial_state", "matmul", "memory", "newton_schulz", "phi", "recall"]
 
-# tinygrad's CPU device calls clang.  The `cpu` extra puts one beside this Python, in a folder that PATH holds only in
-# an activated environment.
+# tinygrad's CPU device calls clang.  The `cpu` extra puts one beside this Python that is newer than most systems' own.
 clang = Path(sys.executable).parent / "clang"
-if "CC" not in os.environ and shutil.which("clang") is None and clang.exists():
-  os.environ["CC"] = str(clang)
+if "CC" not in os.environ and clang.exists(): os.environ["CC"] = str(clang)
 
 # *** matrices inside a kernel ***
 
@@ -122,7 +120,7 @@ class Matrix:
     return self.stored().swapped()
   def eye(self, n:int, dtype=dtypes.float) -> Matrix:
     if dtype != dtypes.float: raise NotImplementedError(f"matrices inside a kernel are float32, not {dtype}")
-    return Matrix(self.kernel, (n, n), (), lambda i, j: i.eq(j).where(1.0, 0.0))
+    return Matrix(self.kernel, (n, n), (), lambda i, j: i.eq(j).where(constant(1.0), constant(0.0)))
   def iterate(self, steps:int, body:Callable, carry:tuple) -> tuple:
     return self.kernel.iterate(steps, body, carry)
   def contiguous(self): return self.stored()
@@ -622,7 +620,8 @@ def linear_chunk(kernel:Kernel, cfg:Rule, inputs:ChunkInputs, states:ChunkStates
   E, W = next(iter(inputs.factors.values()))[0].shape[0], inputs.band.shape[1]
   carry = [kernel.filled((1, W), 0.0), kernel.filled((1, 1), 1.0)]
   if cfg.momentum:
-    carry.append(Matrix(kernel, (1, W), (), lambda i, j: j.eq(E).where(1.0, 0.0)).stored())
+    at_S = Matrix(kernel, (1, W), (), lambda i, j: j.eq(E).where(constant(1.0), constant(0.0)))
+    carry.append(at_S.stored())
   def token(t, now, then):
     C, kept_M = now[0], now[1]
     P = inputs.band.block(t, 1)

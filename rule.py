@@ -446,7 +446,7 @@ def expansion_chunk(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:
     return y - C[..., :1] * at(S) if momentum else y
   new = {"y": apply(cfg, read, z["q"], z["q"])}
   L = sizes(keys)[2]
-  entry = (z["entries"].unsqueeze(-1) == Tensor.arange(L, dtype=dtypes.float)).where(1.0, 0.0)  # (B,H,E,L)
+  entry = (z["entries"].unsqueeze(-1) == Tensor.arange(L, dtype=dtypes.float)).cast(dtypes.float)      # (B,H,E,L)
   C, P = C[..., -1, :], P[..., -1, :]                                                          # of the last token
   for name, (u, inputs) in factors.items():
     def summed(weights:Tensor) -> Tensor:                  # over the chunk's gradients: a matrix, or coefficients
