@@ -175,10 +175,11 @@ def prompt_ids(prompt:str, cfg:atlas.Config, is_bytes:bool) -> list[int]:
   if prompt.startswith("@@"): return data.encode(prompt[1:], is_bytes, cfg.vocab)
   try: content = Path(os.path.expanduser(prompt[1:])).read_bytes()
   except OSError as e:
-    raise ValueError(f"prompt={prompt} cannot be read ({e.strerror}): name a file, or write @{prompt} for that text") from None
+    raise ValueError(f"prompt={prompt} cannot be read ({e.strerror}): name a file, or write @{prompt} for text") from None
   if not content: raise ValueError(f"prompt={prompt} is empty: name a file with text in it")
   if not is_bytes: return data.encode(content.decode(errors="replace").strip(), is_bytes, cfg.vocab)
-  if max(content) >= cfg.vocab: raise ValueError(f"prompt={prompt} has token {max(content)}, outside vocab={cfg.vocab}: name another")
+  if max(content) >= cfg.vocab:
+    raise ValueError(f"prompt={prompt} has token {max(content)}, outside vocab={cfg.vocab}: name another")
   return list(content)
 
 def token_step(params:dict, cfg:atlas.Config) -> Callable:
@@ -271,7 +272,7 @@ def whole_text(spec:str, vocab:int) -> data.Text:
   tokens, is_bytes = data.read(spec)
   if len(tokens) < 2: raise ValueError(f"data={spec} is too short: give 2 tokens or more")
   highest = int(tokens.max())
-  if highest >= vocab: raise ValueError(f"data={spec} has token {highest}, outside vocab={vocab}: give a text of the model's tokens")
+  if highest >= vocab: raise ValueError(f"data={spec} has token {highest}, outside vocab={vocab}: name another text")
   return data.Text(spec, tokens[:0], tokens, is_bytes, hashlib.sha256(tokens.tobytes()).hexdigest())
 
 def positions(params:dict, cfg:atlas.Config, text:data.Text, start_path:Path, batch:int, length:int,
@@ -298,7 +299,7 @@ def likelihoods(params:dict, cfg:atlas.Config, rows:list[tuple[bytes, bytes]], b
   def measured(x:Tensor, y:Tensor, state:dict|None) -> tuple[Tensor, Tensor, dict]:
     logits, after = atlas.forward(params, cfg, x, state)
     greedy = ((logits.argmax(-1) == y) | (y < 0)).min(1)
-    return atlas.token_losses(logits, y).sum(1).realize(), greedy.realize(), {n: z.clone().realize() for n, z in after.items()}
+    return atlas.token_losses(logits, y).sum(1).realize(), greedy.realize(), after
   first, more = TinyJit(lambda x, y: measured(x, y, None)), TinyJit(measured)
   rows = [(context or b"\n", continuation) for context, continuation in rows]
   sizes = [max(64, 1 << (len(context + continuation) - 2).bit_length()) for context, continuation in rows]
@@ -320,7 +321,7 @@ def likelihoods(params:dict, cfg:atlas.Config, rows:list[tuple[bytes, bytes]], b
           part = [Tensor(np.ascontiguousarray(z[:, here:here + piece])) for z in (x, y)]
           lost, likeliest, after = more(*part, state) if here else first(*part)
           nats, greedy = nats - lost.numpy(), greedy & likeliest.numpy().astype(bool)
-          state = {n: z.clone().realize() for n, z in after.items()}       # a jitted call may write over what it returned
+          state = {n: z.clone().realize() for n, z in after.items()}       # the next call may write over these
         for row, i in enumerate(some): results[i] = float(nats[row]), bool(greedy[row])
         bar.update(len(some))
   return results

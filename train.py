@@ -2,11 +2,11 @@
 
 Without arguments it trains the small `atlas` preset on the source text of Python's own library and prints a sample."""
 from __future__ import annotations
-import contextlib, csv, dataclasses, functools, hashlib, itertools, json, math, multiprocessing, os, pickle, platform, re
-import shutil, signal, sqlite3, sys, time
+import contextlib, csv, dataclasses, functools, hashlib, itertools, json, math, multiprocessing, os, pickle, platform
+import re, shutil, signal, sqlite3, sys, threading, time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, cast
 import numpy as np
@@ -19,7 +19,7 @@ from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
 import atlas, data, evaluate, kernels, rule
 try: import fcntl, resource
-except ImportError: fcntl = resource = None              # type: ignore[assignment]  # Windows: folders are not locked there
+except ImportError: fcntl = resource = None          # type: ignore[assignment]  # Windows: folders are not locked there
 
 Source = data.Text | data.Task
 
@@ -29,8 +29,8 @@ class Run:
   mode: str = "train"           # train | sample | eval | export | bench | plot | params
   preset: str = "atlas"         # named model, see atlas.PRESETS
   size: str = "tiny"            # tiny | 170m | 340m | 760m | 1.3b
-  data: str = "python"          # python (the standard library's source), a file, a folder, a .bin token file; eval: .jsonl
-  task: str = ""                # in place of text: mqar:pairs=32,again=8 for example (see data.py); ends early at 99% right
+  data: str = "python"          # python: the standard library's source; a file, a folder, .bin of tokens; eval: .jsonl
+  task: str = ""                # in place of text: mqar:pairs=32,again=8 for example (see data.py); ends at 99%
   out: str = "out"              # folder of checkpoints and log.csv
   resume: bool = False          # continue from the newest checkpoint in out
   init_from: str = ""           # a file to take weights from, and the model's settings where none are given, at step 0
@@ -49,8 +49,8 @@ class Run:
   cache: bool = True            # keep compiled training steps: the next run of the same settings starts at once
   presets: str = ""             # bench: presets to time, a,b,... (empty: preset)
   lengths: str = ""             # bench: lengths to time, n,m,... (empty: length)
-  prompt: str = ""              # sample: text to continue (empty: "def "), @FILE; token files: ids, comma-separated (0)
-  tokens: int = 0               # sample: tokens to generate (0: 200); eval: to read, in each setting of a task (0: 65,536)
+  prompt: str = ""              # sample: text to continue (empty: "def "), or @FILE; token files: ids as 1,2 (empty: 0)
+  tokens: int = 0               # sample: tokens to generate (0: 200); eval: to read, by setting of a task (0: 65,536)
   skip_bad: bool = False        # eval: leave out lines of a .jsonl file that are malformed
   temperature: float = 0.8      # sample: 0 takes the likeliest token
   top_k: int = 40               # sample: choose among that many (0: all)
@@ -63,12 +63,10 @@ LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # every other n
 MOST, MOST_DEVICES = 2 ** 31 - 1, 64                   # of a whole number
 SAMPLING = {"prompt", "tokens", "temperature", "top_k"}
 # Keys that may differ from the checkpoint's, and those of them that do not change the result of training.
-FREE = SAMPLING | {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets", "lengths",
-                   "skip_bad", "accum", "devices", "dtype"}
+FREE = SAMPLING | {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets",
+                   "lengths", "skip_bad", "accum", "devices", "dtype"}
 QUIET = FREE - {"steps", "init_from", "dtype"}
-# Variables of tinygrad that change the types of tensors, with the values that leave them as they are.
-TYPES = {"DEFAULT_FLOAT": ("FLOAT", "FLOAT32"), "OPTIM_DTYPE": ("FLOAT", "FLOAT32"), "DEFAULT_INT": ("INT", "INT32"),
-         "SUM_DTYPE": (), "CONST_LR": ("0",)}
+TYPES = ("DEFAULT_FLOAT", "DEFAULT_INT", "OPTIM_DTYPE", "SUM_DTYPE", "CONST_LR")     # variables of tinygrad
 
 # *** the command line ***
 
@@ -87,14 +85,11 @@ def parse(argv:list[str]) -> tuple[dict, dict]:
   return own, {key: value(key, word, kinds[key]) for key, word in pairs if not hasattr(Run, key)}
 
 def value(key:str, word:str, kind:type) -> Any:
-  try:
-    if kind is bool: return {"1": True, "true": True, "0": False, "false": False}[word.lower()]
-    return kind(word)
+  try: return {"1": True, "true": True, "0": False, "false": False}[word.lower()] if kind is bool else kind(word)
   except (ValueError, KeyError): raise ValueError(f"{key}={word!r} is not {atlas.KINDS[kind]}: give one") from None
 
-def check_run(run:Run, given:dict) -> None:
-  """Raises ValueError for a number out of range, or for keys that exclude each other.  `given`: those of the command
-  line."""
+def check_run(run:Run, own:dict) -> None:
+  """Raises ValueError for a number out of range, or for keys of the command line that exclude each other."""
   if run.mode not in MODES: raise ValueError(f"mode={run.mode!r} is unknown{atlas.near(run.mode, MODES)}")
   for f in dataclasses.fields(run):
     x, least = getattr(run, f.name), LEAST.get(f.name, 0)
@@ -105,22 +100,30 @@ def check_run(run:Run, given:dict) -> None:
     raise ValueError(f"init_from={run.init_from} is for training: name a folder with out=")
   if run.mode == "bench" and run.devices > 1:
     raise ValueError(f"devices={run.devices} is for training, and mode=bench times one: leave it out")
-  if "task" in given and "data" in given:
+  if {"task", "data"} <= own.keys():
     raise ValueError(f"data={run.data} and task={run.task} are two things to read: give one of them")
+
+def attempt(compute:Callable, fault:str, advice:str) -> None:
+  """Runs a small computation past the caches.  ValueError, with fault and advice, for whatever a driver raises."""
+  try:
+    with Context(CACHELEVEL=0): assert compute() == [3.0, 5.0]
+  except Exception as e: raise ValueError(f"{fault} ({reason(e)}): {advice}") from None
+
+def reason(e:Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0][:120]
 
 def check_parts(run:Run) -> None:
   """Raises ValueError unless a batch can be taken in parts, and each part be shared by devices that exist."""
   def divisors(n:int) -> str:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return "take one of " + ", ".join(map(str, sorted({*small, *(n // d for d in small)})))
-  if run.batch % run.accum: raise ValueError(f"accum={run.accum} does not divide batch={run.batch}: {divisors(run.batch)}")
-  if run.devices > MOST_DEVICES: raise ValueError(f"devices={run.devices} is too large: take {MOST_DEVICES} or less")
-  rows = run.batch // run.accum
-  if rows % run.devices: raise ValueError(f"devices={run.devices} does not divide batch/accum={rows}: {divisors(rows)}")
-  for n, device in enumerate(device_names(run)[1:], 1):
-    try: assert (Tensor([1.0], device=device) + 1).tolist() == [2.0]
-    except Exception as e:
-      raise ValueError(f"devices={run.devices}: {device} cannot be used ({reason(e)}): take devices={n}") from None
+  rows, n = run.batch // run.accum, run.devices
+  if run.batch % run.accum:
+    raise ValueError(f"accum={run.accum} does not divide batch={run.batch}: {divisors(run.batch)}")
+  if n > MOST_DEVICES: raise ValueError(f"devices={n} is too large: take {MOST_DEVICES} or less")
+  if rows % n: raise ValueError(f"devices={n} does not divide batch/accum={rows}: {divisors(rows)}")
+  for i, name in enumerate(device_names(run)[1:], 1):
+    attempt(lambda: (Tensor([1.0, 2.0], device=name) * 2 + 1).tolist(), f"devices={n}: {name} cannot be used",
+            f"take devices={i}")
 
 def listed(run:Run) -> tuple[list[str], list[int]]:
   """The presets and lengths of a bench.  ValueError names what is wrong."""
@@ -134,46 +137,35 @@ def listed(run:Run) -> tuple[list[str], list[int]]:
   return names, [int(n) for n in lengths]
 
 @functools.cache
-def check_cache() -> None:
-  """Does without tinygrad's database of compiled kernels, and says so, if it cannot be read or written from this
-  thread."""
+def check_cache(thread:int) -> None:
+  """Does without tinygrad's database of kernels, and says so, if this thread cannot read or write it."""
   try:
     if os.path.expanduser("~") == "~" and not {"XDG_CACHE_HOME", "CACHEDB"} & os.environ.keys():
       raise OSError("there is no home folder")
-    if CACHELEVEL:
-      fault = db_connection().execute("PRAGMA quick_check(1)").fetchone()[0]
-      if fault != "ok": raise OSError(fault)
-      diskcache_put("atlas_check", "written", True)
+    fault = db_connection().execute("PRAGMA quick_check(1)").fetchone()[0] if CACHELEVEL else "ok"
+    if fault != "ok": raise OSError(fault)
+    diskcache_put("atlas_check", "written", True)
   except (sqlite3.Error, OSError) as e:
     CACHELEVEL.value, os.environ["CACHELEVEL"] = 0, "0"  # here, and in the processes that compile
     print(f"warning: tinygrad's cache {CACHEDB} cannot be used ({reason(e)}): every kernel is compiled anew; "
           "CACHEDB=FILE names another", file=sys.stderr)
 
 def check_device() -> None:
-  """Compiles and runs one small kernel, past the caches: a device may open and still have no compiler."""
-  for name, allowed in TYPES.items():
-    word = os.environ.get(name, "")
-    if word and word.upper() not in allowed:
-      raise ValueError(f"{name}={word} changes the types of tensors, which are float32 and int32 here: unset it "
-                       "(dtype=bfloat16 multiplies in half the width)")
-  check_cache()
-  try:
-    with Context(CACHELEVEL=0): assert (Tensor([1, 2, 3]) * 2 + 1).tolist() == [3, 5, 7]
-  except Exception as e:                                 # whatever a driver raises, the user needs the same advice
-    raise ValueError(f"no usable tinygrad device ({reason(e)}): for the CPU install clang (pip install '.[cpu]' or "
-                     "apt-get install clang), or name another, DEV=CUDA for example") from None
-
-def reason(e:Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0][:120]
+  """A device may open and still have no compiler."""
+  for name in TYPES:
+    if os.environ.get(name, "float32").lower() not in ("float32", "int32"):
+      raise ValueError(f"{name}={os.environ[name]} changes the types of tensors, float32 and int32 here: unset it")
+  check_cache(threading.get_ident())
+  attempt(lambda: (Tensor([1, 2]) * 2 + 1).tolist(), "no usable tinygrad device", "for the CPU install clang (pip "
+          "install '.[cpu]' or apt-get install clang), or name another, DEV=CUDA for example")
 
 def check_dtype(cfg:atlas.Config) -> None:
-  """Compiles and runs a small dense product, forward and backward: a device may have no other precision than
-  float32."""
-  if cfg.dtype == "float32": return
-  try:
+  """A device may have no other precision than float32 for dense products, forward or backward."""
+  def gradient() -> Any:
     x = Tensor([[1.0, 2.0]])
-    with Context(CACHELEVEL=0): assert atlas.linear(cfg, x, x).sum().gradient(x)[0].tolist() == [[2.0, 4.0]]
-  except Exception as e:
-    raise ValueError(f"dtype={cfg.dtype} does not run on {Device.DEFAULT} ({reason(e)}): take dtype=float32") from None
+    return atlas.linear(cfg, x, Tensor([[3.0, 5.0]])).sum().gradient(x)[0][0].tolist()
+  if cfg.dtype != "float32":
+    attempt(gradient, f"dtype={cfg.dtype} does not run on {Device.DEFAULT}", "take dtype=float32")
 
 def check_out(out:Path) -> None:
   """Raises ValueError unless files can be written into out, without writing any."""
@@ -191,15 +183,15 @@ def check_out(out:Path) -> None:
 def usage() -> str:
   """Every key with its default and meaning, from the comments beside the fields."""
   lines = [__doc__ or ""]
-  for cls, module, title in ((Run, __file__, "The command:"),
-                             (atlas.Config, atlas.__file__, "The model (a preset and a size set these; what is given here wins):")):
-    lines.append("\n" + title)
+  model = "The model (a preset and a size set these; what is given here wins)"
+  for name, module, title in (("Run", __file__, "The command"), ("Config", atlas.__file__, model)):
     source = Path(module).read_text(encoding="utf-8")
-    for line in source[source.index(f"class {cls.__name__}:"):].splitlines()[2:]:
+    lines.append(f"\n{title}:")
+    for line in source[source.index(f"class {name}:"):].splitlines()[2:]:
       if ":" not in line or "#" not in line: break
       field, meaning = line.split("#", 1)
-      name, default = field.split(":")[0].strip(), field.split("=", 1)[1].strip().strip('"')
-      lines.append(f"  {name + '=' + default:22s} {meaning.strip()}")
+      key, default = field.split(":")[0].strip(), field.split("=", 1)[1].strip().strip('"')
+      lines.append(f"  {key + '=' + default:22s} {meaning.strip()}")
   return "\n".join([*lines, f"\nPresets: {', '.join(atlas.PRESETS)}", f"Sizes: {', '.join(atlas.SIZES)}"])
 
 # *** the folder of a run: checkpoints, one file each (see atlas.save), and log.csv ***
@@ -228,20 +220,20 @@ class Taken(ValueError): pass
 def held(out:Path) -> Iterator[None]:
   """Keeps every other run out of a folder until this one ends or is killed.  Raises Taken if another run holds it.
   The folder itself is locked: such a lock moves with the folder, needs no file and cannot be left behind."""
-  folder = os.open(out, os.O_RDONLY) if fcntl else None
+  folder = os.open(out, os.O_RDONLY) if fcntl else -1
   try:
-    try:
-      if folder: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      raise Taken(f"out={out} is in use by another run: give another out, or stop that run first") from None
-    except OSError: pass                                 # a file system without locks
-    yield
+    if fcntl: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    os.close(folder)
+    raise Taken(f"out={out} is in use by another run: give another out, or stop that run first") from None
+  except OSError: pass                                   # a file system without locks
+  try: yield
   finally:
-    if folder: os.close(folder)
+    if fcntl: os.close(folder)
 
 @contextlib.contextmanager
 def run_folder(out:Path, fresh:bool) -> Iterator[None]:
-  """The folder of a run, for it alone.  A fresh run moves an earlier one aside.  A killed run's half files are
+  """The folder of a run, for it alone.  A fresh run moves an earlier one aside; a killed run's half files are
   removed."""
   if fresh and used(out):
     with held(out):
@@ -263,10 +255,10 @@ def layout(run:Run, cfg:atlas.Config) -> dict:
 def identity(source:Source) -> dict:
   """What a checkpoint says of its text or task, by which a resumed run knows it again."""
   if isinstance(source, data.Task): return {"is_bytes": source.is_bytes, "task": source.name} | source.settings
-  starts = np.linspace(0, max(0, len(source.train) - 4096), 1024).astype(np.int64)        # blocks of a short text overlap
+  starts = np.linspace(0, max(0, len(source.train) - 4096), 1024).astype(np.int64)    # blocks of a short text overlap
   sample = hashlib.sha256(b"".join(source.train[i:i + 4096].tobytes() for i in starts)).hexdigest()
-  return {"is_bytes": source.is_bytes, "tokens": len(source.train) + len(source.val), "val_sha256": source.digest,
-          "train_sample_sha256": sample}
+  tokens = len(source.train) + len(source.val)
+  return {"is_bytes": source.is_bytes, "tokens": tokens, "val_sha256": source.digest, "train_sample_sha256": sample}
 
 LOG = ("step", "tokens", "loss", "val_bpb", "lr", "grad_norm", "eta", "tok_s", "seconds")
 
@@ -277,8 +269,10 @@ class Log:
     rows = list(csv.reader(path.open())) if step and path.exists() else []
     kept = [row for row in rows if len(row) == len(LOG) and row[0].isdecimal() and int(row[0]) <= step]
     evaluate.write_rows(path, LOG, kept[:-1])
-    self.file, self.seconds, self.row = path.open("a", newline=""), float(kept[-1][-1]) if kept else 0.0, list[str]()
-    for row in kept[-1:]: self.write(row)
+    self.file, self.seconds, self.row = path.open("a", newline=""), 0.0, list[str]()
+    if kept:
+      self.write(kept[-1])
+      self.seconds = float(self.row[-1])
 
   def write(self, row:list[str]) -> None:
     self.row, self.start = row, self.file.tell()
@@ -311,8 +305,7 @@ def optimizer_state(optimizer:OptimizerGroup) -> dict[str, Tensor]:
   return state
 
 def overwrite(t:Tensor, values:np.ndarray) -> None:
-  """Writes into the memory of a realized tensor.  (An assignment stays in its graph, and is made again at every
-  read.)"""
+  """Writes into the memory of a realized tensor.  (An assignment stays in its graph, and is made at every read.)"""
   buffers = t.uop.base.buffer                            # on several devices: one for each
   for buffer in [buffers] if isinstance(buffers, Buffer) else buffers.bufs:
     buffer.copy_from(Buffer("PYTHON", buffer.size, buffer.dtype, opaque=memoryview(bytearray(values.tobytes()))))
@@ -334,8 +327,7 @@ def shared(run:Run, x:Tensor, axis:int|None=None) -> Tensor:
 
 @dataclass(frozen=True)
 class Accumulated:
-  """A step in parts.  `add` adds the sums of a part (x, y), anew where `first` is 1; `update` takes the step with the
-  sums."""
+  """A step in parts.  `add` adds the sums of a part (x, y), anew where `first` is 1; `update` takes the step."""
   add: Callable
   update: Callable
   parts: int
@@ -352,18 +344,17 @@ def captured(f:Callable) -> Callable:
   return jit
 
 def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:float, accum:int=1) -> Callable:
-  """x, y (batch,length) -> loss (nats), gradient norm before clipping (0: none), mean memory step, jitted.  The
-  learning rate is in a buffer.  accum: parts of the batch, whose gradients are summed; every target counts alike."""
+  """x, y (batch,length) -> loss (nats), gradient norm before clipping, mean memory step, jitted.  The learning rate is
+  in a buffer.  accum: parts of the batch, whose gradients are summed; every target counts alike."""
   weights = list(get_state_dict(params).values())
   def forward(x:Tensor) -> tuple[Tensor, Tensor]:
-    with Context(CAPTURING=0): evaluate.predictions(params, cfg, x)     # the model's constants are made here, not in each step
+    with Context(CAPTURING=0): evaluate.predictions(params, cfg, x)    # makes the model's constants, once
     return evaluate.predictions(params, cfg, x)
   def update(loss:Tensor, eta:Tensor, grads:list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     norm = Tensor.stack(*[g.square().sum() for g in grads]).sum().sqrt()
     for w, g in zip(weights, grads): w.grad = g * (clip / (norm + 1e-6)).minimum(1.0) if clip else g
     Tensor.realize(loss, norm, eta, *optimizer.schedule_step())
     return loss, norm, eta
-
   def at_once(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits, eta = forward(x)
     loss = atlas.cross_entropy(logits, y)
@@ -376,28 +367,28 @@ def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:
     logits, eta = forward(x)
     loss = atlas.token_losses(logits, y).sum()
     new = [Tensor.stack((y != -100).sum().float(), loss, eta), *[g.contiguous() for g in loss.gradient(*weights)]]
-    Tensor.realize(*[total.assign((first > 0).where(0, total) + z) for total, z in zip([counts, *sums], new)])
+    Tensor.realize(*[z.assign((first > 0).where(0, z) + more) for z, more in zip([counts, *sums], new)])
   def updated() -> tuple[Tensor, Tensor, Tensor]:
     targets, loss, eta = counts.split(1)
     return update(loss / targets, eta / accum, [g / targets for g in sums])
   return Accumulated(captured(add), captured(updated), accum)
 
 def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
-  """A rough count of the bytes that a training step holds: weights, gradients and moments, and what the backward pass
-  keeps."""
-  weights = atlas.parts(cfg)["total"] * 4 * 6
-  token: float = 12 * cfg.dim + 6 * round(cfg.mlp_ratio * cfg.dim) + 6 * cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
-  if cfg.mixer != "memory": token += 3 * cfg.heads * (min(length, 2 * cfg.attn_window) if cfg.attn_window else length)
+  """About how many bytes a process holds in training, fitted to ten settings: weights, gradients and moments; what the
+  backward pass keeps of each token, by layer and of the logits; and on a CPU Python with the code of the kernels."""
+  token = 6.0 * cfg.dim + 4 * round(cfg.mlp_ratio * cfg.dim) + 3 * cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
+  process = 110e6 if kernels.on_cpu(Device.DEFAULT) else 0.0
+  if cfg.mixer != "memory": token += 2.6 * cfg.heads * (min(length, 2 * cfg.attn_window) if cfg.attn_window else length)
   if cfg.mixer != "attention":
     rows = 1 + (cfg.window - 1) / cfg.chunk              # of a chunk with the tokens before it that its windows reach
-    steps = 3 / cfg.muon_every if cfg.optimizer == "muon" else 0
-    for h, o, i in atlas.memory_shapes(cfg).values(): token += h * (4 * rows * (o + i) + (4 / cfg.chunk + steps) * o * i)
-  return weights + 4 * batch * length * (cfg.layers * token + 4 * cfg.vocab)
+    token += sum(heads * (rows * (o + i) + o * i / cfg.chunk) for heads, o, i in atlas.memory_shapes(cfg).values())
+    if process: process += (120e6 if cfg.memory != "linear" else 0) + (80e6 if cfg.optimizer == "muon" else 0)
+  return process + 24 * atlas.parts(cfg)["total"] + 4 * batch * length * (cfg.layers * token + 2 * cfg.vocab)
 
 # *** the step cache ***
-# Compiling takes longer than a short run, and a captured TinyJit can be pickled with the tensors that it reads and writes.
-# So a compiled step is kept in a file named by a hash of everything that it depends on; a later run of the same settings
-# copies its values into the step's tensors.  Whatever is wrong with an entry or the folder, the run compiles: never an error.
+# Compiling takes longer than a short run, and a captured TinyJit can be pickled with the tensors that it reads and
+# writes.  So a compiled step is kept in a file named by a hash of everything that it depends on; a later run of the
+# same settings copies its values into the step's tensors.  If anything is wrong with an entry, the run compiles.
 
 class Step(NamedTuple):
   """A training step and the tensors that it changes: its buffers are theirs."""
@@ -405,23 +396,22 @@ class Step(NamedTuple):
   params: dict
   optimizer: OptimizerGroup
 
-# tinygrad tells buffers apart by a number that every process counts from 0, and a pickled buffer keeps its own: where both
-# are in use, two tensors become one.  Counted from a random start, the numbers of a cached step are not given out again.
+# tinygrad tells buffers apart by a number that every process counts from 0, and a pickled buffer keeps its own: where
+# both are in use, two tensors become one.  So every process counts from a random start.
 UOp.unique_num = itertools.count(int.from_bytes(os.urandom(6), "little"))
 
 def cache_folder() -> Path: return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas-tinygrad"
 
 def cache_key(run:Run, cfg:atlas.Config) -> str:
-  """Everything that a compiled step depends on: settings, the sources here and tinygrad's, its variables, device and
-  machine."""
-  settings = [dataclasses.asdict(cfg), list(layout(run, cfg)), run.batch, run.accum, run.devices, run.length]
-  modules = [rule.__file__, kernels.__file__, atlas.__file__, evaluate.__file__, __file__]
-  sources = [Path(p).read_bytes() for p in (*modules, *sorted(Path(str(tinygrad.__file__)).parent.rglob("*.py")))]
+  """Everything that a compiled step depends on: settings, sources here and tinygrad's, variables, device, machine."""
+  settings = [asdict(cfg), list(layout(run, cfg)), run.batch, run.accum, run.devices, run.length]
+  modules = [Path(p) for p in (rule.__file__, kernels.__file__, atlas.__file__, evaluate.__file__, __file__)]
+  sources = [p.read_bytes() for p in (*modules, *sorted(Path(tinygrad.__path__[0]).rglob("*.py")))]
   names = set(re.findall(rb"getenv\(f?[\"'](\w+)", b"".join(sources))) - {b"DEBUG", b"CACHELEVEL", b"CACHEDB"}
   variables = {k: v.value for k, v in ContextVar._cache.items() if k not in ("DEBUG", "CACHELEVEL")}
   variables |= {name: os.environ.get(name) for name in sorted(map(bytes.decode, names))}
   compiler = shutil.which(os.environ.get("CC", "clang")) or ""
-  files = [(p, os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in (os.path.realpath(compiler), sys.executable) if compiler]
+  files = [(os.path.realpath(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in (compiler, sys.executable) if p]
   cpu = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
   machine = [platform.platform(), sys.version, files, re.findall(r"^(?:flags|Features)\s*:.*", cpu, re.M)[:1]]
   device = [Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target), __name__, run.weight_decay, run.clip]
@@ -465,14 +455,16 @@ class Stop:
   first while the step is `compiling`, when there is nothing to lose."""
   def __init__(self): self.asked, self.compiling = False, False
   def __enter__(self) -> Stop:
-    def handler(*_):
+    def handler(*_) -> None:
       again, self.asked = self.asked, True
-      with contextlib.suppress(OSError):                 # not print: a signal may come in the middle of another
-        if not again: os.write(2, b"\nstopping" + b" after this step; once more stops at once" * (not self.compiling) + b"\n")
+      line = b"\nstopping\n" if self.compiling else b"\nstopping after this step; once more stops at once\n"
+      with contextlib.suppress(OSError):                 # not print, in the middle of which a signal may come
+        if not again: os.write(2, line)
       if again or self.compiling: raise KeyboardInterrupt
-    names = [s for s in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, s)]
-    wanted = [getattr(signal, s) for s in names if s != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN]     # nohup
-    try: self.old = {s: signal.signal(s, handler) for s in wanted}
+    names = [signal.SIGTERM, signal.SIGINT]
+    hang_up = getattr(signal, "SIGHUP", None)            # which nohup has ignored
+    if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN: names.append(hang_up)
+    try: self.old = {s: signal.signal(s, handler) for s in names}
     except ValueError: self.old = {}                     # not in the main thread: signals go elsewhere
     return self
   def __exit__(self, *_):
@@ -489,130 +481,119 @@ class Job(NamedTuple):
   check_band: bool = False
   lines: tuple[list, int]|None = None         # those of a .jsonl file, and how many bad ones were skipped
 
-@dataclass
 class Training:
-  """A run while it trains.  `step` is the number of optimizer steps taken; this process began at `first`."""
-  run: Run
-  cfg: atlas.Config
-  source: Source
-  compiled: Step
-  key: str                                    # under which the compiled step is to be cached; empty: it is not
-  weights: dict[str, Tensor]                  # by name, on one device, where they are validated and saved
-  held_out: evaluate.HeldOut
-  log: Log
-  first: int
-  step: int
-  saved: int                                  # the step of the newest checkpoint
-  solved: bool
-  began: float                                # on the clock of time.perf_counter
+  """A run while it trains.  `step` is the number of optimizer steps taken, `first` that at the start of this process,
+  `saved` that of the newest checkpoint; `weights` are on the one device that validates and saves; `key` is empty if no
+  step is to be cached."""
+  def __init__(self, job:Job):
+    self.began, self.run, self.cfg, self.out = time.perf_counter(), job.run, job.cfg, Path(job.run.out)
+    assert job.source is not None and job.params is not None
+    run, start, self.source, self.text = job.run, job.start, job.source, identity(job.source)
+    self.first = self.step = start.meta["step"] if start else 0
+    self.saved, self.solved = self.step if start else -1, bool(start and start.meta.get("solved"))
+    flat = get_state_dict(job.params)
+    for weight in flat.values(): weight.replace(shared(run, weight))
+    optimizer = optimizer_for(flat, run.weight_decay)
+    if start:
+      for path in checkpoints(self.out):                 # `newest` passed over these: they are damaged
+        if path > start.path: path.replace(path.with_suffix(".damaged"))
+      for name, t in optimizer_state(optimizer).items(): overwrite(t, start.tensors[name].numpy())
+    self.key = cache_key(run, self.cfg) if run.cache else ""
+    cached = cached_step(self.key, flat, optimizer) if self.key else None
+    if cached: self.key = ""
+    step = training_step(job.params, self.cfg, optimizer, run.clip, run.accum)
+    self.compiled = cached or Step(step, job.params, optimizer)
+    self.weights = get_state_dict(self.compiled.params)
+    if run.devices > 1: self.weights = {n: w.to(Device.DEFAULT).contiguous().realize() for n, w in self.weights.items()}
+    self.params = atlas.unflatten(self.weights)
+    self.held_out = evaluate.HeldOut(self.params, self.cfg, self.source, run.batch, run.length, run.seed)
+    self.log = Log(self.out, self.step)
 
-def prepared(job:Job) -> Training:
-  """A run ready for its next step."""
-  began, run, cfg, start, out = time.perf_counter(), job.run, job.cfg, job.start, Path(job.run.out)
-  assert job.source is not None and job.params is not None
-  flat, step = get_state_dict(job.params), start.meta["step"] if start else 0
-  for weight in flat.values(): weight.replace(shared(run, weight))
-  optimizer = optimizer_for(flat, run.weight_decay)
-  if start:
-    for path in checkpoints(out):                        # `newest` passed over these: they are damaged
-      if path > start.path: path.replace(path.with_suffix(".damaged"))
-    for name, t in optimizer_state(optimizer).items(): overwrite(t, start.tensors[name].numpy())
-  key = cache_key(run, cfg) if run.cache else ""
-  compiled = cached_step(key, flat, optimizer) if key else None
-  if compiled: key = ""
-  else: compiled = Step(training_step(job.params, cfg, optimizer, run.clip, run.accum), job.params, optimizer)
-  weights = get_state_dict(compiled.params)
-  if run.devices > 1: weights = {n: w.to(Device.DEFAULT).contiguous().realize() for n, w in weights.items()}
-  held_out = evaluate.HeldOut(atlas.unflatten(weights), cfg, job.source, run.batch, run.length, run.seed)
-  return Training(run, cfg, job.source, compiled, key, weights, held_out, Log(out, step), step, step, step if start else -1,
-                  bool(start and start.meta.get("solved")), began)
+  def gather(self) -> None:
+    """Copies the weights from the devices that share a batch to the one that validates and saves."""
+    flat = get_state_dict(self.compiled.params)
+    if self.run.devices > 1: Tensor.realize(*[w.assign(flat[n].to(Device.DEFAULT)) for n, w in self.weights.items()])
 
-def gather(t:Training) -> None:
-  """Copies the weights from the devices that share a batch to the one that validates and saves."""
-  if t.run.devices == 1: return
-  flat = get_state_dict(t.compiled.params)
-  Tensor.realize(*[w.assign(flat[n].to(Device.DEFAULT)) for n, w in t.weights.items()])
+  def save(self) -> None:
+    """Writes a checkpoint and keeps the last two.  What the log says of their steps is on the disk before them."""
+    os.fsync(self.log.file.fileno())
+    self.gather()
+    tensors = {f"weights.{n}": p for n, p in self.weights.items()}
+    tensors |= {n: p.to(Device.DEFAULT) for n, p in optimizer_state(self.compiled.optimizer).items()}
+    settings = {"config": asdict(self.cfg), "run": asdict(self.run), "text": self.text}
+    meta = {"step": self.step, "solved": self.solved} | settings
+    atlas.save(self.out / f"step_{self.step:08d}.safetensors", tensors, meta)
+    for old in checkpoints(self.out)[:-2]: old.unlink()
+    self.saved = self.step
 
-def save(t:Training) -> None:
-  """Writes a checkpoint and keeps the last two.  What the log says of their steps is on the disk before them."""
-  os.fsync(t.log.file.fileno())
-  gather(t)
-  tensors = {f"weights.{n}": p for n, p in t.weights.items()}
-  tensors |= {n: p.to(Device.DEFAULT) for n, p in optimizer_state(t.compiled.optimizer).items()}
-  settings = {"config": dataclasses.asdict(t.cfg), "run": dataclasses.asdict(t.run), "text": identity(t.source)}
-  path = Path(t.run.out) / f"step_{t.step:08d}.safetensors"
-  atlas.save(path, tensors, {"step": t.step, "solved": t.solved} | settings)
-  for old in checkpoints(path.parent)[:-2]: old.unlink()
-  t.saved = t.step
+  def take_step(self, bar:tqdm) -> float:
+    """One optimizer step on the batch of (seed, step), and its row in the log.  Returns the seconds that it took.
+    FloatingPointError, with the number of steps before, if the loss or the gradient is not finite."""
+    tick, run, source, tokens = time.perf_counter(), self.run, self.source, self.run.batch * self.run.length
+    lr = rate(run, self.step)
+    set_rate(self.compiled.optimizer, lr)
+    GlobalCounters.reset()
+    if isinstance(source, data.Task): x, y = source.batch(run.batch, run.seed, self.step)
+    else: x, y = data.batch(source.train, run.batch, run.length, run.seed, self.step)
+    scalars = self.compiled.run(shared(run, Tensor(x), 0), shared(run, Tensor(y), 0))
+    loss, norm, eta = [float(z.item()) for z in scalars]
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+      raise FloatingPointError(f"loss {loss} (gradient norm {norm}) at step {self.step + 1}", self.step)
+    self.step += 1
+    now = time.perf_counter()
+    speed, all_seconds = tokens / (now - tick), self.log.seconds + now - self.began
+    self.log.write([str(self.step), str(self.step * tokens), f"{loss:.6f}", "", f"{lr:.8g}", f"{norm:.6f}",
+                    f"{eta:.8g}", f"{speed:.1f}", f"{all_seconds:.2f}"])
+    bar.update()
+    bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{self.held_out.unit()}, memory step "
+                        f"{eta:.4f}, {(now - tick) * 1e3:.0f} ms, {speed:.0f} tok/s, "
+                        f"{GlobalCounters.mem_used / 1e6:.0f} MB")
+    return now - tick
 
-def take_step(t:Training, bar:tqdm) -> float:
-  """One optimizer step on the batch of (seed, step), and its row in the log.  Returns the seconds that it took.
-  FloatingPointError, with the number of steps before, if the loss or the gradient is not finite."""
-  tick, run, source, tokens = time.perf_counter(), t.run, t.source, t.run.batch * t.run.length
-  lr = rate(run, t.step)
-  set_rate(t.compiled.optimizer, lr)
-  GlobalCounters.reset()
-  if isinstance(source, data.Task): x, y = source.batch(run.batch, run.seed, t.step)
-  else: x, y = data.batch(source.train, run.batch, run.length, run.seed, t.step)
-  loss, norm, eta = [float(z.item()) for z in t.compiled.run(shared(run, Tensor(x), 0), shared(run, Tensor(y), 0))]
-  if not (math.isfinite(loss) and math.isfinite(norm)):
-    raise FloatingPointError(f"loss {loss} (gradient norm {norm}) at step {t.step + 1}", t.step)
-  t.step += 1
-  now = time.perf_counter()
-  seconds = now - tick
-  t.log.write([str(t.step), str(t.step * tokens), f"{loss:.6f}", "", f"{lr:.8g}", f"{norm:.6f}", f"{eta:.8g}",
-               f"{tokens / seconds:.1f}", f"{t.log.seconds + now - t.began:.2f}"])
-  bar.update()
-  bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{t.held_out.unit()}, memory step {eta:.4f}, "
-                      f"{seconds * 1e3:.0f} ms, {tokens / seconds:.0f} tok/s, {GlobalCounters.mem_used / 1e6:.0f} MB")
-  return seconds
+  def due(self) -> bool:
+    """Whether the weights are to be validated after the current step."""
+    return self.run.eval_every > 0 and (self.step % self.run.eval_every == 0 or self.step == self.run.steps)
 
-def due(t:Training) -> bool:
-  """Whether the weights are to be validated after the current step."""
-  return t.run.eval_every > 0 and (t.step % t.run.eval_every == 0 or t.step == t.run.steps)
-
-def validate(t:Training) -> None:
-  """Validates the weights as they are; the log's last row gets the result.  A task that is solved is saved as such."""
-  gather(t)
-  t.held_out.validate(t.step)
-  t.log.amend("val_bpb", f"{t.held_out.bits.mean():.6f}")
-  t.solved = t.held_out.right >= SOLVED
-  if t.solved: save(t)
+  def validate(self) -> None:
+    """Validates the weights as they are; the log's last row gets the result.  A task that is solved is saved as
+    such."""
+    self.gather()
+    self.held_out.validate(self.step)
+    self.log.amend("val_bpb", f"{self.held_out.bits.mean():.6f}")
+    self.solved = self.held_out.right >= SOLVED
+    if self.solved: self.save()
 
 def train(job:Job, stop:Stop) -> int:
-  """Trains job.params, from the checkpoint job.start or from step 0; saves, validates, samples.  Returns the exit
-  code."""
-  t = prepared(job)
-  run, out = t.run, Path(t.run.out)
-  print(f"the compiled step is in {cache_folder()}" if run.cache and not t.key else
-        f"compiling: BEAM={BEAM.value} times many forms of every kernel before the first step, which can take an hour" if BEAM
-        else "compiling: the first step takes half a minute or so, and the time left is known after the second")
+  """Trains job.params, from job.start or from step 0; saves, validates, prints a sample.  Returns the exit code."""
+  t, run = Training(job), job.run
+  cached = run.cache and not t.key
+  if cached: print(f"the compiled step is in {cache_folder()}")
+  elif BEAM: print(f"compiling: BEAM={BEAM.value} times many forms of each kernel before the first step: an hour or so")
+  else: print("compiling: the first step takes half a minute or so, and the time left is known after the second")
   try:
-    with Context(TRAINING=1), t.log.file, \
-         tqdm(total=run.steps, initial=t.step, unit="step", dynamic_ncols=True, smoothing=0.1) as bar:
-      if t.first and due(t) and t.log.row and not t.log.row[3]: validate(t)         # stopped between saving and validating
+    bar = tqdm(total=run.steps, initial=t.step, unit="step", dynamic_ncols=True, smoothing=0.1)
+    with Context(TRAINING=1), t.log.file, bar:
+      if t.first and t.due() and t.log.row and not t.log.row[3]: t.validate()          # stopped after it was saved
       while t.step < run.steps and not stop.asked and not t.solved:
-        stop.compiling = t.step == t.first and not (run.cache and not t.key)
-        seconds = take_step(t, bar)
+        stop.compiling = t.step == t.first and not cached
+        seconds = t.take_step(bar)
         if t.step == t.first + 1 and t.key: cache_step(t.key, t.compiled)
         stop.compiling = False
         if t.step == t.first + 2:                        # the first step compiles
           compiling, flop = time.perf_counter() - t.began - seconds, GlobalCounters.global_ops
-          bar.write(f"compiled in {compiling:.0f} s: {GlobalCounters.kernel_count:,} kernels and {flop / 1e9:.2f} GFLOP a "
-                    f"step, {run.batch * run.length / seconds:.0f} tokens/s")
-        if run.save_every and t.step % run.save_every == 0: save(t)
-        if due(t):
-          if t.step == run.steps and t.saved != t.step: save(t)
-          validate(t)
-      if t.saved != t.step: save(t)
+          bar.write(f"compiled in {compiling:.0f} s: {GlobalCounters.kernel_count:,} kernels and {flop / 1e9:.2f} "
+                    f"GFLOP a step, {run.batch * run.length / seconds:.0f} tokens/s")
+        if run.save_every and t.step % run.save_every == 0 or t.due() and t.step == run.steps: t.save()
+        if t.due(): t.validate()
+      if t.saved != t.step: t.save()
     if stop.asked and t.step < run.steps and not t.solved:
       print(f"stopped at step {t.step}, saved: continue with resume=1")
       return 0
     return conclude(t, job, not stop.asked)
-  except FloatingPointError as e:                        # the checkpoint of these weights, if this run wrote it, is removed
+  except FloatingPointError as e:                        # a checkpoint of these weights that this run wrote is removed
     what, step = e.args
-    if step > t.first: (out / f"step_{step:08d}.safetensors").unlink(missing_ok=True)
-    left = checkpoints(out)
+    if step > t.first: (t.out / f"step_{step:08d}.safetensors").unlink(missing_ok=True)
+    left = checkpoints(t.out)
     kept = f"the last good checkpoint is {left[-1]}" if left else "no good checkpoint was saved"
     print(f"error: {what} is not finite; {kept}: lower lr or clip", file=sys.stderr)
     return 1
@@ -623,28 +604,30 @@ def train(job:Job, stop:Stop) -> int:
 
 def conclude(t:Training, job:Job, spoken:bool) -> int:
   """Prints what the trained model is worth, and a sample of it if `spoken`.  Returns the exit code."""
-  run, held_out = t.run, t.held_out
-  if run.eval_every and isinstance(t.source, data.Text) and not len(held_out.bits): held_out.validate(t.step)       # resumed
-  if not np.isfinite(held_out.bits).all(): raise FloatingPointError(f"the validation loss after step {t.step}", t.step)
+  run, held_out, is_text = t.run, t.held_out, isinstance(t.source, data.Text)
+  if run.eval_every and is_text and not len(held_out.bits): held_out.validate(t.step)
+  bits = held_out.bits
+  if not np.isfinite(bits).all(): raise FloatingPointError(f"the validation loss after step {t.step}", t.step)
   if t.solved and t.step < run.steps: print(f"{SOLVED:.0%} right after {t.step} steps: done early")
-  if run.eval_every: held_out.report(Path(run.out), t.step, run.tokens)
-  if spoken and isinstance(t.source, data.Text): speak(job, atlas.unflatten(t.weights), t.source.is_bytes)
-  seconds, bits = time.perf_counter() - t.began, held_out.bits
-  print(f"{seconds:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {checkpoints(Path(run.out))[-1]}")
+  if run.eval_every: held_out.report(t.out, t.step, run.tokens)
+  if spoken and is_text: speak(job, t.params, t.source.is_bytes)
+  seconds = time.perf_counter() - t.began
+  print(f"{seconds:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {checkpoints(t.out)[-1]}")
   if job.check_band and len(bits) and not BAND[0] <= bits.mean() <= BAND[1]:
-    print(f"error: {bits.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", file=sys.stderr)
+    print(f"error: {bits.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run",
+          file=sys.stderr)
     return 1
   return 0
 
 def speak(job:Job, params:dict, is_bytes:bool) -> None:
   """Prints a sample as the command line asks for it."""
-  run = job.run
-  evaluate.sample(params, job.cfg, list(job.prompt), is_bytes, run.tokens or 200, run.temperature, run.top_k, run.seed)
+  run, prompt = job.run, list(job.prompt)
+  evaluate.sample(params, job.cfg, prompt, is_bytes, run.tokens or 200, run.temperature, run.top_k, run.seed)
 
 # *** bench ***
 
-COLUMNS = ("preset", "backend", "length", "batch", "params", "first_step_s", "step_ms", "tok_s", "kernels", "gflop", "gbytes",
-           "peak_mb", "decode_tok_s")
+COLUMNS = ("preset", "backend", "length", "batch", "params", "first_step_s", "step_ms", "tok_s", "kernels", "gflop",
+           "gbytes", "peak_mb", "decode_tok_s")
 
 def peak_mb() -> float:
   """The most memory that this process has held so far; 0 where the system does not say."""
@@ -714,7 +697,7 @@ def show_params(own:dict, model:dict) -> None:
 
 def describe(run:Run, cfg:atlas.Config, source:Source|None) -> None:
   """The resolved configuration, the parameters by part, and an estimate of memory."""
-  settings = dataclasses.asdict(run) | dataclasses.asdict(cfg)
+  settings = asdict(run) | asdict(cfg)
   print("settings: " + " ".join(f"{k}={v}" for k, v in settings.items() if v != ""))
   print(f"parameters: {parts_line(cfg).strip()}")
   megabytes = memory_estimate(cfg, run.batch // run.accum // run.devices, run.length) / 1e6
@@ -732,29 +715,29 @@ def resolve(own:dict, model:dict) -> Job:
   data, checkpoint, out."""
   run = Run(**own)
   check_run(run, own)
-  run = dataclasses.replace(run, out=os.path.expanduser(run.out))
+  run = replace(run, out=os.path.expanduser(run.out))
   out, reads, named = Path(run.out), run.mode in ("train", "eval"), "data" in own
   if run.mode == "plot":
     evaluate.check_plot(out)
     return Job(run, atlas.preset(run.preset, run.size, **model))
   task = data.task(run.task, own.get("length"), model.get("vocab")) if run.task and reads else None
   if task and run.mode == "train":
-    run, model = dataclasses.replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
+    run, model = replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
   continued = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
   cfg = None if continued else fresh_config(run, own, model)           # with a checkpoint, its settings count
   check_device()
   lines = None
   if run.mode == "eval" and run.data.endswith(".jsonl"):
     lines = data.json_lines(Path(os.path.expanduser(run.data)), run.skip_bad)
-  elif named and reads and (continued or run.mode == "eval"): data.read(run.data)    # its fault comes before the checkpoint's
+  elif named and reads and (continued or run.mode == "eval"): data.read(run.data)    # faults of data come first
   start = newest(out) if continued else None
   if start: run, cfg = from_checkpoint(start, run, own, model)
   elif run.mode in READERS: raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
   assert cfg is not None
   if run.mode in ("train", "bench"): check_parts(run)
   check_dtype(cfg)
-  if run.task and reads and not task and not named: task = data.task(run.task, run.length, cfg.vocab)   # the checkpoint's
-  if task: run = dataclasses.replace(run, length=task.settings["length"])
+  if run.task and reads and not task and not named: task = data.task(run.task, run.length, cfg.vocab)
+  if task: run = replace(run, length=task.settings["length"])
   source = opened(run, cfg, task, named) if reads and not lines else None
   ids = isinstance(source, data.Text) and not source.is_bytes
   if ids and not start and not run.init_from and "vocab" not in atlas.SIZES[run.size] | model:
@@ -773,13 +756,13 @@ def fresh_config(run:Run, own:dict, model:dict) -> atlas.Config:
   if run.mode == "bench": return [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
   horizon = min(max(atlas.Config.horizon, run.length), 1 << 20)
   cfg = atlas.preset(run.preset, run.size, **{"horizon": horizon} | model)
-  try: before = atlas.config_of(data.read_file(os.path.expanduser(run.init_from))) if run.init_from else None
+  if not run.init_from: return cfg
+  try: before = atlas.config_of(data.read_file(os.path.expanduser(run.init_from)))
   except ValueError: return cfg                          # its fault is reported in its turn, see imported
-  if not before: return cfg
   asked = set(model) | (set(atlas.SIZES[run.size]) if "size" in own else set())
   if "preset" in own: asked |= {name for preset in atlas.PRESETS.values() for name in preset}
-  changes = {name: getattr(cfg, name) for name in asked} | {"horizon": max(before.horizon, cfg.horizon)}
-  return dataclasses.replace(before, **changes | {k: x for k, x in model.items() if k == "horizon"})
+  if "horizon" not in model: before = replace(before, horizon=max(before.horizon, horizon))
+  return replace(before, **{name: getattr(cfg, name) for name in asked})
 
 def from_checkpoint(start:data.Saved, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
@@ -789,21 +772,22 @@ def from_checkpoint(start:data.Saved, run:Run, own:dict, model:dict) -> tuple[Ru
   known = recorded | start.meta["config"]
   for key, x in (own | model).items():
     if key not in free and known.get(key) != x:
-      raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={known.get(key)}: leave {key} out, "
-                       "or train anew in another out")
+      raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={known.get(key)}: "
+                       f"leave {key} out, or train anew in another out")
   now = {"mode", "out", "resume", "init_from"} | (SAMPLING | {"seed"} if run.mode != "train" else set())
-  cfg = dataclasses.replace(cfg, **{k: x for k, x in model.items() if k in free})
+  cfg = replace(cfg, **{k: x for k, x in model.items() if k in free})
   try: return Run(**recorded | own | {k: getattr(run, k) for k in now}), cfg
-  except TypeError: raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
+  except TypeError:
+    raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
 
 def opened(run:Run, cfg:atlas.Config, task:data.Task|None, named:bool) -> Source:
-  """What the run reads; text that is named for evaluation is evaluated whole.  ValueError for a token outside the
-  vocabulary."""
+  """What the run reads: text named for evaluation is read whole.  ValueError for a token outside the vocabulary."""
   if task:
     if task.vocab > cfg.vocab:
       raise ValueError(f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: give the task vocab=")
     highest = max(int(z.max()) for z in task.batch(1, run.seed, 0))
-    if highest >= cfg.vocab: raise ValueError(f"task={run.task} has token {highest}, outside vocab={cfg.vocab}: give the task vocab=")
+    if highest >= cfg.vocab:
+      raise ValueError(f"task={run.task} has token {highest}, outside vocab={cfg.vocab}: give the task vocab=")
     return task
   if run.mode == "train" or not named: return data.load(run.data, cfg.vocab, run.length)
   return evaluate.whole_text(run.data, cfg.vocab)
@@ -824,8 +808,8 @@ def restored(run:Run, cfg:atlas.Config, start:data.Saved, source:Source|None, li
   if isinstance(source, data.Task):
     shapes, asked = [{n: shape for n, (shape, _) in layout(r, cfg).items()} for r in (before, run)]
     if shapes != asked:
-      raise ValueError(f"task={run.task} does not fit {start.path}, made with task={before.task}: compression has a decoder "
-                       "for its own length")
+      raise ValueError(f"task={run.task} does not fit {start.path}, made with task={before.task}: "
+                       "compression has a decoder for its own length")
   return params
 
 def imported(run:Run, cfg:atlas.Config) -> dict:
@@ -833,9 +817,9 @@ def imported(run:Run, cfg:atlas.Config) -> dict:
   path = Path(os.path.expanduser(run.init_from))
   if not path.is_file(): raise ValueError(f"init_from={path} does not exist: name a checkpoint or an exported file")
   saved = data.read_file(path)
-  params, before = atlas.weights_of(saved, layout(run, cfg)), atlas.config_of(saved)
-  changed = {f.name: getattr(before, f.name) for f in dataclasses.fields(cfg) if getattr(before, f.name) != getattr(cfg, f.name)}
-  for name, x in changed.items(): print(f"warning: {name}={getattr(cfg, name)} here, and {path} was made with {name}={x}")
+  params, before = atlas.weights_of(saved, layout(run, cfg)), asdict(atlas.config_of(saved))
+  for name, x in asdict(cfg).items():
+    if x != before[name]: print(f"warning: {name}={x} here, and {path} was made with {name}={before[name]}")
   return params
 
 def export(out:Path, cfg:atlas.Config, params:dict, start:data.Saved) -> None:
@@ -871,9 +855,10 @@ def fault(e:Exception) -> str:
   """What is wrong, in one line that any terminal can show: a name may hold line ends."""
   text = str(e)
   if isinstance(e, MemoryError): text = "there is not enough memory: take a smaller batch, length or model"
-  elif isinstance(e, sqlite3.Error): text = f"tinygrad's cache {CACHEDB} cannot be used ({e}): remove it, or set CACHELEVEL=0"
+  elif isinstance(e, sqlite3.Error): text = f"tinygrad's cache {CACHEDB} cannot be used ({e}): set CACHELEVEL=0"
   elif isinstance(e, OSError) and e.filename: text = f"{e.filename} cannot be used ({e.strerror}): give another path"
-  elif isinstance(e, OSError): text = f"a file cannot be written ({e.strerror}): make room; what was saved before is whole"
+  elif isinstance(e, OSError):
+    text = f"a file cannot be written ({e.strerror}): make room; what was saved before is whole"
   return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 def main(argv:list[str]) -> int:
@@ -891,7 +876,7 @@ def command(argv:list[str]) -> int:
     job = resolve(own, model)
     return perform(job, own, model)
   except (ValueError, OSError, MemoryError, sqlite3.Error) as e:
-    asked = job is None or job.run.mode == "params" or isinstance(e, Taken)      # Taken: by a run that began at that moment
+    asked = job is None or job.run.mode == "params" or isinstance(e, Taken)      # by a run that began just now
     if isinstance(e, ValueError) and not asked: raise    # a fault of ours
     print("error:", fault(e), file=sys.stderr)
     return 2 if asked else 1
