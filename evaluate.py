@@ -1,6 +1,6 @@
 """What a trained model is worth: sampling, loss by position, scores of tasks, question files, pictures of a run."""
 from __future__ import annotations
-import codecs, contextlib, csv, hashlib, math, os, sys, time
+import codecs, contextlib, csv, math, os, sys, time
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 import numpy as np
@@ -175,11 +175,11 @@ def prompt_ids(prompt:str, cfg:atlas.Config, is_bytes:bool) -> list[int]:
   if prompt.startswith("@@"): return data.encode(prompt[1:], is_bytes, cfg.vocab)
   try: content = Path(os.path.expanduser(prompt[1:])).read_bytes()
   except OSError as e:
-    raise ValueError(f"prompt={prompt} cannot be read ({e.strerror}): name a file, or write @{prompt} for text") from None
-  if not content: raise ValueError(f"prompt={prompt} is empty: name a file with text in it")
+    raise ValueError(f"prompt={prompt} cannot be read ({e.strerror}): name a file; text begins with @@") from None
+  data.refuse(not content, f"prompt={prompt} is empty: name a file with text in it")
   if not is_bytes: return data.encode(content.decode(errors="replace").strip(), is_bytes, cfg.vocab)
-  if max(content) >= cfg.vocab:
-    raise ValueError(f"prompt={prompt} has token {max(content)}, outside vocab={cfg.vocab}: name another")
+  highest = max(content)
+  data.refuse(highest >= cfg.vocab, f"prompt={prompt} has token {highest}, outside vocab={cfg.vocab}: name another")
   return list(content)
 
 def token_step(params:dict, cfg:atlas.Config) -> Callable:
@@ -266,14 +266,6 @@ def sample(params:dict, cfg:atlas.Config, prompt_ids:list[int], is_bytes:bool, t
   print(f"\n--- {len(seconds)} tokens, {speed} ---")
 
 # *** files for evaluation: text, and lines of questions ***
-
-def whole_text(spec:str, vocab:int) -> data.Text:
-  """The text of data=spec (see data.read), all of it for validation.  ValueError for a token outside the vocabulary."""
-  tokens, is_bytes = data.read(spec)
-  if len(tokens) < 2: raise ValueError(f"data={spec} is too short: give 2 tokens or more")
-  highest = int(tokens.max())
-  if highest >= vocab: raise ValueError(f"data={spec} has token {highest}, outside vocab={vocab}: name another text")
-  return data.Text(spec, tokens[:0], tokens, is_bytes, hashlib.sha256(tokens.tobytes()).hexdigest())
 
 def positions(params:dict, cfg:atlas.Config, text:data.Text, start_path:Path, batch:int, length:int,
               tokens:int=0) -> None:
@@ -403,8 +395,8 @@ def curves(out:Path) -> tuple[list, list, list, list]:
 
 def check_plot(out:Path) -> None:
   """Raises ValueError unless there is something to draw, and matplotlib to draw it with."""
-  if not curves(out)[0]:
-    raise ValueError(f"out={out} has no log.csv to draw, or no step in it: train first, or name the folder of a run")
+  log, advice = curves(out)[0], "train first, or name the folder of a run"
+  data.refuse(not log, f"out={out} has no log.csv to draw, or no step in it: {advice}")
   try: import matplotlib  # noqa: F401
   except ImportError:
     raise ValueError("mode=plot draws with matplotlib: pip install '.[plot]' (or pip install matplotlib)") from None

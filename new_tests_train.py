@@ -179,9 +179,9 @@ def test_init_from_brings_its_settings_and_names_those_that_contradict(text, tmp
   words = [text, "length=16", "steps=0", f"out={tmp_path / 'o'}", f"init_from={path}"]
   job = train.resolve(*train.parse(words))
   assert job.cfg == cfg and "warning" not in capsys.readouterr().out
-  job = train.resolve(*train.parse([*words, "window=2", "preset=gated_deltanet", "memory=mlp", "momentum=1"]))
+  job = train.resolve(*train.parse([*words, "chunk=4", "preset=gated_deltanet", "memory=mlp", "momentum=1"]))
   shown = capsys.readouterr().out
-  assert job.cfg.window == 2 and job.cfg.momentum and f"window=2 here, and {path} was made with window=1" in shown
+  assert job.cfg.chunk == 4 and job.cfg.momentum and f"chunk=4 here, and {path} was made with chunk=8" in shown
   assert shown.count("warning") == 1
   assert train.main([*words, "preset=linear_attention"]) == 2
 
@@ -191,15 +191,16 @@ def test_text_named_for_evaluation_is_evaluated_whole_and_a_short_one_in_a_short
   cfg, path = small("deltanet", vocab=256), tmp_path / "t.txt"
   params, start = atlas.init(cfg), tmp_path / "step"
   path.write_bytes(b"abcdefgh" * 5 + b"!")
-  source = evaluate.whole_text(str(path), 256)
+  def whole(vocab): return train.opened(train.Run(mode="eval", data=str(path)), small("deltanet", vocab=vocab), None, True)
+  source = whole(256)
   assert len(source.val) == 41
   evaluate.positions(params, cfg, source, start, 2, 10)
   shown = capsys.readouterr().out
   assert "40 of 41 bytes read, in windows of 20" in shown
   path.write_bytes(b"abc")
-  evaluate.positions(params, cfg, evaluate.whole_text(str(path), 256), start, 2, 10)
+  evaluate.positions(params, cfg, whole(256), start, 2, 10)
   assert "2 of 3 bytes read, in windows of 2" in capsys.readouterr().out
-  with pytest.raises(ValueError, match="token 99, outside vocab=99"): evaluate.whole_text(str(path), 99)
+  with pytest.raises(ValueError, match="token 99, outside vocab=99"): whole(99)
 
 def test_a_prompt_comes_from_a_file(tmp_path):
   cfg, path = small("deltanet", vocab=256), tmp_path / "p"
@@ -234,6 +235,31 @@ def test_task_tokens_outside_the_vocabulary_are_refused(tmp_path, monkeypatch, c
   monkeypatch.setattr(data, "task", lambda *_: data.Task("copy", {"vocab": 32, "length": 8}, 32, False))
   assert train.main(["task=copy", f"out={tmp_path / 'o'}"]) == 2
   assert re.search("token 3[0-9][0-9], outside vocab=32", last_error(capsys)) and not (tmp_path / "o").exists()
+
+@together
+def test_a_file_that_is_not_signed_is_loaded_with_a_line_that_says_so(mine, ten, capsys):
+  command, out = mine
+  path = train.checkpoints(out)[-1]
+  saved = data.read_file(path)
+  meta = {"format": data.FORMAT} | {name: json.dumps(x) for name, x in saved.meta.items()}
+  tensors = {name: Tensor(t.numpy()) for name, t in saved.tensors.items()}
+  safe_save(tensors, str(path), meta)                    # as another tool writes it
+  assert train.main([*command, "resume=1", "steps=0"]) == 0
+  assert f"{path} is unsigned" in last_error(capsys)
+
+@together
+def test_a_data_file_that_changes_ends_a_run_in_one_line_with_its_steps_saved(mine, monkeypatch, capsys):
+  command, out = mine
+  def changed(text): raise ValueError("data=x was changed while it is read: copy it, and train on the copy")
+  original = data.batch
+  def batch(*args):
+    if args[-1] == 12: monkeypatch.setattr(data, "unchanged", changed)
+    return original(*args)
+  monkeypatch.setattr(data, "batch", batch)
+  assert train.main([*command, "resume=1", "steps=20", "save_every=0"]) == 1
+  error = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line.startswith("error")]
+  path = train.checkpoints(out)[-1]
+  assert len(error) == 1 and "was changed" in error[0] and str(path) in error[0] and path.name == "step_00000013.safetensors"
 
 @together
 def test_a_resumed_run_notices_another_text_of_the_same_length(mine, ten, tmp_path, capsys):

@@ -3,7 +3,7 @@
 Without arguments it trains the small `atlas` preset on the source text of Python's own library and prints a sample."""
 from __future__ import annotations
 import contextlib, csv, dataclasses, functools, hashlib, itertools, json, math, multiprocessing, os, pickle, platform
-import re, shutil, signal, sqlite3, sys, threading, time
+import re, shutil, signal, sqlite3, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, cast
 import numpy as np
 import tinygrad
-from tinygrad import Context, Device, Tensor, TinyJit, UOp
+from tinygrad import Context, Device, Tensor, TinyJit, UOp, helpers
 from tinygrad.device import Buffer
-from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, ContextVar, GlobalCounters, db_connection, diskcache_put
+from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, ContextVar, GlobalCounters
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
 import atlas, data, evaluate, kernels, rule
+from data import refuse
 try: import fcntl, resource
 except ImportError: fcntl = resource = None          # type: ignore[assignment]  # Windows: folders are not locked there
 
@@ -73,10 +74,9 @@ TYPES = ("DEFAULT_FLOAT", "DEFAULT_INT", "OPTIM_DTYPE", "SUM_DTYPE", "CONST_LR")
 def parse(argv:list[str]) -> tuple[dict, dict]:
   """key=value words -> the Run keys and the Config keys that were given, as their types.  ValueError in one line."""
   for word in argv:
-    if re.search(r"[\0\ud800-\udfff]", word):
-      raise ValueError(f"{word!r} is not text: write it in UTF-8, without zero bytes")
-    if word.find("=") < 1:
-      raise ValueError(f"{word!r} is not key=value: write {word.strip('-=') or 'steps'}=... (--help lists the keys)")
+    key = word.strip("-=") or "steps"
+    refuse(re.search(r"[\0\ud800-\udfff]", word), f"{word!r} is not text: write it in UTF-8, without zero bytes")
+    refuse(word.find("=") < 1, f"{word!r} is not key=value: write {key}=... (--help lists the keys)")
   pairs = [word.split("=", 1) for word in argv]
   kinds = {f.name: type(f.default) for cls in (atlas.Config, Run) for f in dataclasses.fields(cls)}
   for key, _ in pairs:
@@ -90,18 +90,17 @@ def value(key:str, word:str, kind:type) -> Any:
 
 def check_run(run:Run, own:dict) -> None:
   """Raises ValueError for a number out of range, or for keys of the command line that exclude each other."""
-  if run.mode not in MODES: raise ValueError(f"mode={run.mode!r} is unknown{atlas.near(run.mode, MODES)}")
+  refuse(run.mode not in MODES, f"mode={run.mode!r} is unknown{atlas.near(run.mode, MODES)}")
   for f in dataclasses.fields(run):
     x, least = getattr(run, f.name), LEAST.get(f.name, 0)
-    if type(x) in (int, float) and not least <= x < math.inf:
-      raise ValueError(f"{f.name}={x} must be {least} or more: its default is {f.default}")
-    if type(x) is int and x > MOST: raise ValueError(f"{f.name}={x} is too large: take {MOST} or less")
-  if run.mode in READERS and run.init_from:
-    raise ValueError(f"init_from={run.init_from} is for training: name a folder with out=")
-  if run.mode == "bench" and run.devices > 1:
-    raise ValueError(f"devices={run.devices} is for training, and mode=bench times one: leave it out")
-  if {"task", "data"} <= own.keys():
-    raise ValueError(f"data={run.data} and task={run.task} are two things to read: give one of them")
+    number = type(x) in (int, float)
+    refuse(number and not least <= x < math.inf, f"{f.name}={x} must be {least} or more: its default is {f.default}")
+    refuse(type(x) is int and x > MOST, f"{f.name}={x} is too large: take {MOST} or less")
+  from_file, data_and_task = run.mode in READERS and run.init_from, {"task", "data"} <= own.keys()
+  refuse(from_file, f"init_from={run.init_from} is for training: name a folder with out=")
+  refuse(run.mode == "bench" and run.devices > 1,
+         f"devices={run.devices} is for training, and mode=bench times one: leave it out")
+  refuse(data_and_task, f"data={run.data} and task={run.task} are two things to read: give one of them")
 
 def attempt(compute:Callable, fault:str, advice:str) -> None:
   """Runs a small computation past the caches.  ValueError, with fault and advice, for whatever a driver raises."""
@@ -116,11 +115,11 @@ def check_parts(run:Run) -> None:
   def divisors(n:int) -> str:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return "take one of " + ", ".join(map(str, sorted({*small, *(n // d for d in small)})))
-  rows, n = run.batch // run.accum, run.devices
-  if run.batch % run.accum:
-    raise ValueError(f"accum={run.accum} does not divide batch={run.batch}: {divisors(run.batch)}")
-  if n > MOST_DEVICES: raise ValueError(f"devices={n} is too large: take {MOST_DEVICES} or less")
-  if rows % n: raise ValueError(f"devices={n} does not divide batch/accum={rows}: {divisors(rows)}")
+  batch, accum, n = run.batch, run.accum, run.devices
+  rows = batch // accum
+  refuse(batch % accum, f"accum={accum} does not divide batch={batch}: {divisors(batch)}")
+  refuse(n > MOST_DEVICES, f"devices={n} is too large: take {MOST_DEVICES} or less")
+  refuse(rows % n, f"devices={n} does not divide batch/accum={rows}: {divisors(rows)}")
   for i, name in enumerate(device_names(run)[1:], 1):
     attempt(lambda: (Tensor([1.0, 2.0], device=name) * 2 + 1).tolist(), f"devices={n}: {name} cannot be used",
             f"take devices={i}")
@@ -129,23 +128,27 @@ def listed(run:Run) -> tuple[list[str], list[int]]:
   """The presets and lengths of a bench.  ValueError names what is wrong."""
   names, lengths = (run.presets or run.preset).split(","), (run.lengths or str(run.length)).split(",")
   for name in names:
-    if name not in atlas.PRESETS:
-      raise ValueError(f"presets={run.presets}: {name!r} is unknown{atlas.near(name, atlas.PRESETS)}")
+    near = atlas.near(name, atlas.PRESETS)
+    refuse(name not in atlas.PRESETS, f"presets={run.presets}: {name!r} is unknown{near}")
   for n in lengths:
-    if not n.isdecimal() or len(n) > 9 or int(n) < 1:
-      raise ValueError(f"lengths={run.lengths}: {n!r} is not a number of tokens: write lengths=256,2048")
+    sound = n.isdecimal() and len(n) < 10 and int(n) > 0
+    refuse(not sound, f"lengths={run.lengths}: {n!r} is not a number of tokens: write lengths=256,2048")
   return names, [int(n) for n in lengths]
 
 @functools.cache
-def check_cache(thread:int) -> None:
-  """Does without tinygrad's database of kernels, and says so, if this thread cannot read or write it."""
+def open_cache() -> None:
+  """Opens tinygrad's database of kernels for all threads.  If it cannot be read or written, one line says so, and the
+  process does without it."""
   try:
-    if os.path.expanduser("~") == "~" and not {"XDG_CACHE_HOME", "CACHEDB"} & os.environ.keys():
-      raise OSError("there is no home folder")
-    fault = db_connection().execute("PRAGMA quick_check(1)").fetchone()[0] if CACHELEVEL else "ok"
-    if fault != "ok": raise OSError(fault)
-    diskcache_put("atlas_check", "written", True)
-  except (sqlite3.Error, OSError) as e:
+    refuse(CACHEDB.startswith(os.path.abspath("~")), "there is no home folder")
+    if CACHELEVEL and helpers._db_connection is None:
+      os.makedirs(os.path.dirname(CACHEDB), exist_ok=True)
+      helpers._db_connection = sqlite3.connect(CACHEDB, 60, isolation_level="IMMEDIATE", check_same_thread=False)
+      helpers._db_connection.execute("PRAGMA journal_mode=WAL").fetchone()
+    fault = helpers.db_connection().execute("PRAGMA quick_check(1)").fetchone()[0] if CACHELEVEL else "ok"
+    refuse(fault != "ok", fault)
+    helpers.diskcache_put("atlas_check", "written", True)
+  except (sqlite3.Error, OSError, ValueError) as e:
     CACHELEVEL.value, os.environ["CACHELEVEL"] = 0, "0"  # here, and in the processes that compile
     print(f"warning: tinygrad's cache {CACHEDB} cannot be used ({reason(e)}): every kernel is compiled anew; "
           "CACHEDB=FILE names another", file=sys.stderr)
@@ -153,9 +156,10 @@ def check_cache(thread:int) -> None:
 def check_device() -> None:
   """A device may open and still have no compiler."""
   for name in TYPES:
-    if os.environ.get(name, "float32").lower() not in ("float32", "int32"):
-      raise ValueError(f"{name}={os.environ[name]} changes the types of tensors, float32 and int32 here: unset it")
-  check_cache(threading.get_ident())
+    word = os.environ.get(name) or "float32"
+    advice = f"{name}={word} changes the types of tensors, which are float32 and int32 here: unset it"
+    refuse(word.lower() not in ("float32", "int32"), advice)
+  open_cache()
   attempt(lambda: (Tensor([1, 2]) * 2 + 1).tolist(), "no usable tinygrad device", "for the CPU install clang (pip "
           "install '.[cpu]' or apt-get install clang), or name another, DEV=CUDA for example")
 
@@ -169,14 +173,13 @@ def check_dtype(cfg:atlas.Config) -> None:
 
 def check_out(out:Path) -> None:
   """Raises ValueError unless files can be written into out, without writing any."""
-  if Path(os.path.realpath(out)) in (Path.cwd(), *Path.cwd().parents):
-    raise ValueError(f"out={out} holds the working folder, so an earlier run could not be moved aside: "
-                     "name a folder of its own")
+  refuse(Path(os.path.realpath(out)) in (Path.cwd(), *Path.cwd().parents), f"out={out} holds the working folder, so an "
+         "earlier run could not be moved aside: name a folder of its own")
   nearest = next(p for p in (out, *out.absolute().parents) if os.path.lexists(p))
-  if not nearest.is_dir(): raise ValueError(f"out={out} cannot be a folder, {nearest} is a file: give another out")
+  refuse(not nearest.is_dir(), f"out={out} cannot be a folder, {nearest} is a file: give another out")
   for folder in {nearest, out.absolute().parent} if used(out) else {nearest}:
-    if not os.access(folder, os.W_OK | os.X_OK):
-      raise ValueError(f"out={out} is not writable: give another out, or change the rights of {folder}")
+    sound = os.access(folder, os.W_OK | os.X_OK)
+    refuse(not sound, f"out={out} is not writable: give another out, or change the rights of {folder}")
   if out.is_dir():
     with held(out): pass
 
@@ -199,19 +202,25 @@ def usage() -> str:
 def checkpoints(out:Path) -> list[Path]: return sorted(out.glob("step_*.safetensors"))
 def used(out:Path) -> bool: return bool(checkpoints(out)) or (out / "log.csv").exists()
 
+def read_weights(path:Path) -> data.Saved:
+  saved = data.read_file(path)
+  unsigned = f"warning: {path} is unsigned: another tool wrote it, and nothing tells whether it is whole"
+  if not saved.signed: print(unsigned, file=sys.stderr)
+  return saved
+
 def newest(out:Path) -> data.Saved|None:
-  """The newest checkpoint that is whole; it names those that it passes over.  None without any, ValueError if none is
-  whole."""
+  """The newest checkpoint that is whole; others are named.  None if there is none, ValueError if none is whole."""
   faults: list[str] = []
   for path in reversed(checkpoints(out)):
-    try: saved = data.read_file(path)
+    try:
+      saved = read_weights(path)
+      refuse({"step", "run", "text", "config"} - saved.meta.keys(), f"{path} holds weights and no run to continue: "
+             f"name a checkpoint, or give init_from={path}")
     except ValueError as e: faults.append(str(e))
     else:
-      if {"step", "run", "text", "config"} <= saved.meta.keys():
-        for fault in faults: print(f"warning: {fault}; {path} is taken instead", file=sys.stderr)
-        return saved
-      faults.append(f"{path} holds weights and no run to continue: name a checkpoint, or give init_from={path}")
-  if faults: raise ValueError(faults[0])
+      for fault in faults: print(f"warning: {fault}; {path} is taken instead", file=sys.stderr)
+      return saved
+  refuse(faults, "".join(faults[:1]))
   return None
 
 class Taken(ValueError): pass
@@ -255,10 +264,9 @@ def layout(run:Run, cfg:atlas.Config) -> dict:
 def identity(source:Source) -> dict:
   """What a checkpoint says of its text or task, by which a resumed run knows it again."""
   if isinstance(source, data.Task): return {"is_bytes": source.is_bytes, "task": source.name} | source.settings
-  starts = np.linspace(0, max(0, len(source.train) - 4096), 1024).astype(np.int64)    # blocks of a short text overlap
-  sample = hashlib.sha256(b"".join(source.train[i:i + 4096].tobytes() for i in starts)).hexdigest()
   tokens = len(source.train) + len(source.val)
-  return {"is_bytes": source.is_bytes, "tokens": tokens, "val_sha256": source.digest, "train_sample_sha256": sample}
+  digests = {"val_sha256": source.digest, "sample_sha256": source.sample_digest}
+  return {"is_bytes": source.is_bytes, "tokens": tokens} | digests
 
 LOG = ("step", "tokens", "loss", "val_bpb", "lr", "grad_norm", "eta", "tok_s", "seconds")
 
@@ -526,6 +534,13 @@ class Training:
     for old in checkpoints(self.out)[:-2]: old.unlink()
     self.saved = self.step
 
+  def changed(self) -> str:
+    """What is wrong with the file of a text that is no longer what it was."""
+    try:
+      if isinstance(self.source, data.Text): data.unchanged(self.source)
+    except ValueError as e: return str(e)
+    return ""
+
   def take_step(self, bar:tqdm) -> float:
     """One optimizer step on the batch of (seed, step), and its row in the log.  Returns the seconds that it took.
     FloatingPointError, with the number of steps before, if the loss or the gradient is not finite."""
@@ -555,8 +570,7 @@ class Training:
     return self.run.eval_every > 0 and (self.step % self.run.eval_every == 0 or self.step == self.run.steps)
 
   def validate(self) -> None:
-    """Validates the weights as they are; the log's last row gets the result.  A task that is solved is saved as
-    such."""
+    """Validates the weights as they are; the log's last row gets the result.  A solved task is saved as such."""
     self.gather()
     self.held_out.validate(self.step)
     self.log.amend("val_bpb", f"{self.held_out.bits.mean():.6f}")
@@ -574,7 +588,7 @@ def train(job:Job, stop:Stop) -> int:
     bar = tqdm(total=run.steps, initial=t.step, unit="step", dynamic_ncols=True, smoothing=0.1)
     with Context(TRAINING=1), t.log.file, bar:
       if t.first and t.due() and t.log.row and not t.log.row[3]: t.validate()          # stopped after it was saved
-      while t.step < run.steps and not stop.asked and not t.solved:
+      while t.step < run.steps and not (stop.asked or t.solved or t.changed()):
         stop.compiling = t.step == t.first and not cached
         seconds = t.take_step(bar)
         if t.step == t.first + 1 and t.key: cache_step(t.key, t.compiled)
@@ -584,8 +598,11 @@ def train(job:Job, stop:Stop) -> int:
           bar.write(f"compiled in {compiling:.0f} s: {GlobalCounters.kernel_count:,} kernels and {flop / 1e9:.2f} "
                     f"GFLOP a step, {run.batch * run.length / seconds:.0f} tokens/s")
         if run.save_every and t.step % run.save_every == 0 or t.due() and t.step == run.steps: t.save()
-        if t.due(): t.validate()
+        if t.due() and not t.changed(): t.validate()
       if t.saved != t.step: t.save()
+    if t.changed():
+      print(f"error: {t.changed()}; resume=1 continues from {checkpoints(t.out)[-1]}", file=sys.stderr)
+      return 1
     if stop.asked and t.step < run.steps and not t.solved:
       print(f"stopped at step {t.step}, saved: continue with resume=1")
       return 0
@@ -732,7 +749,7 @@ def resolve(own:dict, model:dict) -> Job:
   elif named and reads and (continued or run.mode == "eval"): data.read(run.data)    # faults of data come first
   start = newest(out) if continued else None
   if start: run, cfg = from_checkpoint(start, run, own, model)
-  elif run.mode in READERS: raise ValueError(f"out={run.out} has no checkpoint: train first, or name the folder of one")
+  refuse(not start and run.mode in READERS, f"out={run.out} has no checkpoint: train first, or name the folder of one")
   assert cfg is not None
   if run.mode in ("train", "bench"): check_parts(run)
   check_dtype(cfg)
@@ -740,8 +757,8 @@ def resolve(own:dict, model:dict) -> Job:
   if task: run = replace(run, length=task.settings["length"])
   source = opened(run, cfg, task, named) if reads and not lines else None
   ids = isinstance(source, data.Text) and not source.is_bytes
-  if ids and not start and not run.init_from and "vocab" not in atlas.SIZES[run.size] | model:
-    raise ValueError(f"data={run.data} holds token ids: give vocab=, the number of tokens of its tokenizer")
+  sized = start or run.init_from or "vocab" in atlas.SIZES[run.size] | model
+  refuse(ids and not sized, f"data={run.data} holds token ids: give vocab=, the number of tokens of its tokenizer")
   params = restored(run, cfg, start, source, bool(lines)) if start else None
   is_bytes = start.meta["text"]["is_bytes"] if start else not ids
   prompt = tuple(evaluate.prompt_ids(run.prompt, cfg, is_bytes)) if not task else ()
@@ -751,8 +768,8 @@ def resolve(own:dict, model:dict) -> Job:
   return Job(run, cfg, source, start, params, prompt, check_band, lines)
 
 def fresh_config(run:Run, own:dict, model:dict) -> atlas.Config:
-  """The model's settings where no checkpoint has them: those of init_from unless a key, a size or a preset says
-  otherwise. Without horizon=, what is trained on lies within the horizon."""
+  """The model's settings where no checkpoint has them: those of init_from unless a key, a size or a preset differs.
+  Without horizon=, what is trained on lies within the horizon."""
   if run.mode == "bench": return [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
   horizon = min(max(atlas.Config.horizon, run.length), 1 << 20)
   cfg = atlas.preset(run.preset, run.size, **{"horizon": horizon} | model)
@@ -761,8 +778,9 @@ def fresh_config(run:Run, own:dict, model:dict) -> atlas.Config:
   except ValueError: return cfg                          # its fault is reported in its turn, see imported
   asked = set(model) | (set(atlas.SIZES[run.size]) if "size" in own else set())
   if "preset" in own: asked |= {name for preset in atlas.PRESETS.values() for name in preset}
-  if "horizon" not in model: before = replace(before, horizon=max(before.horizon, horizon))
-  return replace(before, **{name: getattr(cfg, name) for name in asked})
+  changes = {"horizon": max(before.horizon, horizon), "muon_every": math.gcd(before.muon_every, cfg.chunk)}
+  if "chunk" not in asked: del changes["muon_every"]
+  return replace(before, **changes | {name: getattr(cfg, name) for name in asked})
 
 def from_checkpoint(start:data.Saved, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
@@ -771,9 +789,8 @@ def from_checkpoint(start:data.Saved, run:Run, own:dict, model:dict) -> tuple[Ru
   if run.mode != "train" and run.task: free = free | {"task", "length"}
   known = recorded | start.meta["config"]
   for key, x in (own | model).items():
-    if key not in free and known.get(key) != x:
-      raise ValueError(f"{key}={x} contradicts the checkpoint {path}, made with {key}={known.get(key)}: "
-                       f"leave {key} out, or train anew in another out")
+    refuse(key not in free and known.get(key) != x, f"{key}={x} contradicts the checkpoint {path}, made with "
+           f"{key}={known.get(key)}: leave {key} out, or train anew in another out")
   now = {"mode", "out", "resume", "init_from"} | (SAMPLING | {"seed"} if run.mode != "train" else set())
   cfg = replace(cfg, **{k: x for k, x in model.items() if k in free})
   try: return Run(**recorded | own | {k: getattr(run, k) for k in now}), cfg
@@ -781,42 +798,36 @@ def from_checkpoint(start:data.Saved, run:Run, own:dict, model:dict) -> tuple[Ru
     raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
 
 def opened(run:Run, cfg:atlas.Config, task:data.Task|None, named:bool) -> Source:
-  """What the run reads: text named for evaluation is read whole.  ValueError for a token outside the vocabulary."""
-  if task:
-    if task.vocab > cfg.vocab:
-      raise ValueError(f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: give the task vocab=")
-    highest = max(int(z.max()) for z in task.batch(1, run.seed, 0))
-    if highest >= cfg.vocab:
-      raise ValueError(f"task={run.task} has token {highest}, outside vocab={cfg.vocab}: give the task vocab=")
-    return task
-  if run.mode == "train" or not named: return data.load(run.data, cfg.vocab, run.length)
-  return evaluate.whole_text(run.data, cfg.vocab)
+  """What the run reads: text named for evaluation whole.  ValueError for a token outside the vocabulary."""
+  if not task: return data.load(run.data, cfg.vocab, *((1, 1) if named and run.mode == "eval" else (run.length,)))
+  advice = f"the model vocab={cfg.vocab}: give the task vocab="
+  refuse(task.vocab > cfg.vocab, f"task={run.task} has {task.vocab} tokens, {advice}")
+  highest = max(int(z.max()) for z in task.batch(1, run.seed, 0))
+  refuse(highest >= cfg.vocab, f"task={run.task} has token {highest}, outside of {advice}")
+  return task
 
 def restored(run:Run, cfg:atlas.Config, start:data.Saved, source:Source|None, lines:bool) -> dict:
   """The weights of a checkpoint.  ValueError if they do not fit what is read: another text than before, ids for a
   model of bytes, or a task with another decoder (it belongs to the task that it was trained for)."""
   before, text = Run(**start.meta["run"]), start.meta["text"]
   params = atlas.weights_of(start, layout(before, cfg))
+  what = f"task={run.task}" if isinstance(source, data.Task) else f"data={run.data}"
   if source and run.mode == "train":
     now = identity(source)
-    if any(now.get(name) != x for name, x in text.items()):
-      what = f"task={run.task}" if isinstance(source, data.Task) else f"data={run.data}"
-      raise ValueError(f"{what} has changed since {start.path} was written: give the same, or init_from={start.path} "
-                       "to go on with another")
-  if lines and (not text["is_bytes"] or cfg.vocab < 256):
-    raise ValueError(f"data={run.data} is text, and {start.path} is not: train on bytes first")
-  if isinstance(source, data.Task):
-    shapes, asked = [{n: shape for n, (shape, _) in layout(r, cfg).items()} for r in (before, run)]
-    if shapes != asked:
-      raise ValueError(f"task={run.task} does not fit {start.path}, made with task={before.task}: "
-                       "compression has a decoder for its own length")
+    refuse(any(now.get(name) != x for name, x in text.items()), f"{what} has changed since {start.path} was written: "
+           f"give the same, or init_from={start.path} to go on with another")
+  refuse(lines and (not text["is_bytes"] or cfg.vocab < 256),
+         f"{what} is text, and {start.path} is not: train on bytes first")
+  shapes, asked = [{n: shape for n, (shape, _) in layout(r, cfg).items()} for r in (before, run)]
+  refuse(isinstance(source, data.Task) and shapes != asked, f"{what} does not fit {start.path}, made with "
+         f"task={before.task}: compression has a decoder for its own length")
   return params
 
 def imported(run:Run, cfg:atlas.Config) -> dict:
   """The weights of init_from; prints which of its settings are not those of this run."""
   path = Path(os.path.expanduser(run.init_from))
-  if not path.is_file(): raise ValueError(f"init_from={path} does not exist: name a checkpoint or an exported file")
-  saved = data.read_file(path)
+  refuse(not path.is_file(), f"init_from={path} does not exist: name a checkpoint or an exported file")
+  saved = read_weights(path)
   params, before = atlas.weights_of(saved, layout(run, cfg)), asdict(atlas.config_of(saved))
   for name, x in asdict(cfg).items():
     if x != before[name]: print(f"warning: {name}={x} here, and {path} was made with {name}={before[name]}")
