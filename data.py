@@ -17,8 +17,7 @@ IN_MEMORY = 2 << 30                                      # bytes: a file up to t
 FOLDER = (100_000, 1 << 32)                              # files and bytes that a folder of text may have
 BLOCKS, BLOCK = 1024, 1 << 16                            # blocks, and tokens in each, that Text.sample_digest covers
 SKIPPED = {"site-packages", "dist-packages", "test", "idlelib", "lib2to3", "__pycache__"}
-# A token file begins with 256 int32: a magic number, the version, the number of tokens.
-HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}   # magic number of a token file: its version and type
 UINT32_FILE = "256 int32 (20240801, 7, number of tokens, zeros), then uint32"
 CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")             # without whitespace and escape
 # How files begin that are neither text nor token ids; the name of the group is the format.
@@ -129,6 +128,7 @@ def _stamp(tokens:Any) -> tuple|None:
   if not isinstance(tokens, np.memmap): return None
   status = os.stat(str(tokens.filename))
   return tokens.filename, status.st_size, status.st_mtime_ns
+
 def load(spec:str, vocab:int, length:int, parts:int=VALIDATION) -> Text:
   """The text of `data=spec` (see read).  The last one of so many parts is for validation: all of it with parts=1.
   ValueError if it is too short for sequences of `length`, or has a token id >= vocab."""
@@ -285,8 +285,7 @@ def fuzzy_recall(rows:int, seed:int, index:int, vocab:int=16, length:int=128, sh
   return np.where(x < 0, vocab - 1, x).astype(np.int32), y.astype(np.int32)
 
 def selective_copying(rows:int, seed:int, index:int, vocab:int=16, length:int=256, copies:int=16) -> Arrays:
-  """MAD: `copies` tokens at drawn places among blanks (vocab-2), one copy token (vocab-1), then as many blanks, under
-  which the tokens stand as labels, in order."""
+  """MAD: `copies` tokens among blanks (vocab-2), one copy token (vocab-1), then blanks with them as labels."""
   refuse(vocab < 3, f"vocab={vocab} leaves nothing to copy beside blank and copy token: take 3 or more")
   refuse(2 * copies >= length, f"copies={copies} do not fit length={length} twice: take {(length - 1) // 2} or fewer")
   rng, prompt, (x, y) = default_rng([seed, index]), length - copies - 1, _blank(rows, length, vocab - 2)
@@ -459,8 +458,7 @@ class Task:
     return variants
 
 def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
-  """The task of `task=spec`: its name, then settings as in mqar:pairs=32,again=8; length and vocab may come from their
-  own keys.  ValueError for settings that it does not have or that do not fit."""
+  """The task of `task=spec`, such as mqar:pairs=32,again=8; length and vocab have keys of their own.  ValueError."""
   name, _, words = spec.partition(":")
   refuse(name not in TASKS, f"{name + ' is none: ' if name else ''}name a task: {', '.join(TASKS)}")
   parameters, is_bytes = inspect.signature(TASKS[name]).parameters.values(), name in BYTE_TASKS
@@ -468,7 +466,7 @@ def task(spec:str, length:int|None=None, vocab:int|None=None) -> Task:
   for word in filter(None, words.split(",")):
     key, _, value = word.partition("=")
     refuse(key == "seed", f"task={spec}: seed is a key of its own: give {word}")
-    refuse(key not in defaults, f"{word} is not a setting of {name}: take one of {', '.join(defaults)}")
+    refuse(key not in defaults, f"{word} is not a setting of {name}: take one of seed, {', '.join(defaults)}")
     kind = type(defaults[key])
     try: settings[key] = kind(int(value) if kind is bool else value)
     except ValueError: raise ValueError(f"{word}: {value!r} is not a number: give one") from None

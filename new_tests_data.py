@@ -120,7 +120,7 @@ def test_a_copy_is_asked_for_token_by_token():
   assert (x[:, 5] == 0).all() and np.array_equal(y[:, 5:], x[:, :5]) and np.array_equal(x[:, 6:], x[:, :4])
 
 # rows of test_a_task_says_what_is_wrong_in_one_line that change, or are new
-CHANGED = {"copy length=3": "not even: take 4", "mqar pears=3": "take one of vocab", "selective_copying copies=200": "take 127 or fewer",
+CHANGED = {"copy length=3": "not even: take 4", "mqar pears=3": "take one of seed, vocab", "selective_copying copies=200": "take 127 or fewer",
   "fuzzy_recall vocab=6": "take 7 and 18", "fuzzy_recall length=17": "take 7 and 18", "fuzzy_recall shortest=4": "take 1 to 3",
   "in_context_recall vocab=7": "take an even number of 4 or more", "noisy_recall vocab=18": "take an even number of 20 or more",
   "in_context_recall length=2": "asks for nothing", "babi length=1048577": "takes 0 to 1048576", "niah length=1048577": "takes 0 to 1048576",
@@ -301,7 +301,7 @@ def test_a_file_named_for_evaluation_can_be_read_whole(tmp_path):
   (tmp_path / "a.txt").write_bytes(bytes(range(97, 122)) * 4)
   text = data.load(str(tmp_path / "a.txt"), 256, 99, parts=1)
   assert len(text.train) == 0 and len(text.val) == 100
-  with pytest.raises(ValueError, match="too short: 100 tokens leave 100 .* give 101 for length=100"): data.load(str(tmp_path / "a.txt"), 256, 100, parts=1)
+  with pytest.raises(ValueError, match="leave 100 .* give 101 for length=100"): data.load(str(tmp_path / "a.txt"), 256, 100, parts=1)
 
 # *** files of weights ***
 
