@@ -143,8 +143,9 @@ def open_cache() -> None:
     refuse(CACHEDB.startswith(os.path.abspath("~")), "there is no home folder")
     if CACHELEVEL and helpers._db_connection is None:
       os.makedirs(os.path.dirname(CACHEDB), exist_ok=True)
-      helpers._db_connection = sqlite3.connect(CACHEDB, 60, isolation_level="IMMEDIATE", check_same_thread=False)
-      helpers._db_connection.execute("PRAGMA journal_mode=WAL").fetchone()
+      connection = sqlite3.connect(CACHEDB, 60, isolation_level="IMMEDIATE", check_same_thread=False)
+      connection.execute("PRAGMA journal_mode=WAL").fetchone()
+      vars(helpers)["_db_connection"] = connection
     fault = helpers.db_connection().execute("PRAGMA quick_check(1)").fetchone()[0] if CACHELEVEL else "ok"
     refuse(fault != "ok", fault)
     helpers.diskcache_put("atlas_check", "written", True)
@@ -157,8 +158,8 @@ def check_device() -> None:
   """A device may open and still have no compiler."""
   for name in TYPES:
     word = os.environ.get(name) or "float32"
-    advice = f"{name}={word} changes the types of tensors, which are float32 and int32 here: unset it"
-    refuse(word.lower() not in ("float32", "int32"), advice)
+    typical = word.lower() in ("float32", "int32")
+    refuse(not typical, f"{name}={word} changes the types of tensors, float32 and int32 here: unset it")
   open_cache()
   attempt(lambda: (Tensor([1, 2]) * 2 + 1).tolist(), "no usable tinygrad device", "for the CPU install clang (pip "
           "install '.[cpu]' or apt-get install clang), or name another, DEV=CUDA for example")
@@ -229,16 +230,15 @@ class Taken(ValueError): pass
 def held(out:Path) -> Iterator[None]:
   """Keeps every other run out of a folder until this one ends or is killed.  Raises Taken if another run holds it.
   The folder itself is locked: such a lock moves with the folder, needs no file and cannot be left behind."""
-  folder = os.open(out, os.O_RDONLY) if fcntl else -1
-  try:
-    if fcntl: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    os.close(folder)
-    raise Taken(f"out={out} is in use by another run: give another out, or stop that run first") from None
-  except OSError: pass                                   # a file system without locks
-  try: yield
-  finally:
-    if fcntl: os.close(folder)
+  with contextlib.ExitStack() as stack:
+    if fcntl:
+      folder = os.open(out, os.O_RDONLY)
+      stack.callback(os.close, folder)
+      try: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        raise Taken(f"out={out} is in use by another run: give another out, or stop that run first") from None
+      except OSError: pass                               # a file system without locks
+    yield
 
 @contextlib.contextmanager
 def run_folder(out:Path, fresh:bool) -> Iterator[None]:
@@ -277,10 +277,9 @@ class Log:
     rows = list(csv.reader(path.open())) if step and path.exists() else []
     kept = [row for row in rows if len(row) == len(LOG) and row[0].isdecimal() and int(row[0]) <= step]
     evaluate.write_rows(path, LOG, kept[:-1])
-    self.file, self.seconds, self.row = path.open("a", newline=""), 0.0, list[str]()
-    if kept:
-      self.write(kept[-1])
-      self.seconds = float(self.row[-1])
+    self.file, self.row = path.open("a", newline=""), list[str]()
+    if kept: self.write(kept[-1])
+    self.seconds = float(self.row[-1]) if kept else 0.0
 
   def write(self, row:list[str]) -> None:
     self.row, self.start = row, self.file.tell()
@@ -462,20 +461,22 @@ class Stop:
   """The first SIGTERM, SIGHUP or Ctrl-C asks to stop after the current step, the second stops at once; so does the
   first while the step is `compiling`, when there is nothing to lose."""
   def __init__(self): self.asked, self.compiling = False, False
+
+  def handle(self, *_) -> None:
+    again, self.asked = self.asked, True
+    line = b"\nstopping\n" if again or self.compiling else b"\nstopping after this step; once more stops at once\n"
+    with contextlib.suppress(OSError): os.write(2, line)           # a signal may come in the middle of a print
+    if again or self.compiling: raise KeyboardInterrupt
+
   def __enter__(self) -> Stop:
-    def handler(*_) -> None:
-      again, self.asked = self.asked, True
-      line = b"\nstopping\n" if self.compiling else b"\nstopping after this step; once more stops at once\n"
-      with contextlib.suppress(OSError):                 # not print, in the middle of which a signal may come
-        if not again: os.write(2, line)
-      if again or self.compiling: raise KeyboardInterrupt
     names = [signal.SIGTERM, signal.SIGINT]
     hang_up = getattr(signal, "SIGHUP", None)            # which nohup has ignored
     if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN: names.append(hang_up)
-    try: self.old = {s: signal.signal(s, handler) for s in names}
+    try: self.old = {s: signal.signal(s, self.handle) for s in names}
     except ValueError: self.old = {}                     # not in the main thread: signals go elsewhere
     return self
-  def __exit__(self, *_):
+
+  def __exit__(self, *_) -> None:
     for s, h in self.old.items(): signal.signal(s, h)
 
 class Job(NamedTuple):
@@ -728,8 +729,7 @@ def describe(run:Run, cfg:atlas.Config, source:Source|None) -> None:
           f"(sha256 {source.digest[:16]})")
 
 def resolve(own:dict, model:dict) -> Job:
-  """Everything that can be wrong is found here or in parse, in this order: syntax, keys, types, combinations, device,
-  data, checkpoint, out."""
+  """Finds what is wrong, with parse in this order: syntax, keys, types, combinations, device, data, checkpoint, out."""
   run = Run(**own)
   check_run(run, own)
   run = replace(run, out=os.path.expanduser(run.out))
@@ -834,8 +834,7 @@ def imported(run:Run, cfg:atlas.Config) -> dict:
   return params
 
 def export(out:Path, cfg:atlas.Config, params:dict, start:data.Saved) -> None:
-  """Writes out/weights.safetensors: the weights by the names of atlas.layout, and the settings as metadata, for
-  atlas.load."""
+  """Writes out/weights.safetensors: the weights by the names of atlas.layout, with the settings, for atlas.load."""
   flat, path = get_state_dict(params), out / "weights.safetensors"
   atlas.save(path, {n: flat[n] for n in atlas.layout(cfg)}, {n: start.meta[n] for n in ("config", "text", "step")})
   print(f"written to {path}, {path.stat().st_size / 1e6:.1f} MB, of {start.path}: atlas.load(path) reads it")
@@ -873,8 +872,7 @@ def fault(e:Exception) -> str:
   return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 def main(argv:list[str]) -> int:
-  """Runs a command line in this process.  Exit code: 0 done, 1 stopped, disk full, loss not finite or band missed, 2
-  the user's input."""
+  """Runs a command line in this process.  Exit code: 0 done, 1 stopped, disk full, not finite, band missed, 2 input."""
   with evaluate.shown(): return command(argv)
 
 def command(argv:list[str]) -> int:
