@@ -602,7 +602,7 @@ def test_lines_of_json_are_scored_by_likelihood_by_what_is_said_and_by_the_last_
   choices = [log_likelihood(b"It is", b" " + c)[0] for c in (b"abc", b"zz", b"q")]
   suffix = [log_likelihood(b"So " + c, b" was here")[0] for c in (b"he", b"the other one")]
   normal = [np.argmax(np.array(choices) / [3, 2, 1]) == 1, np.argmax(suffix) == 0]
-  evaluate.evaluate_lines(params, cfg, *data.json_lines(path), 2)
+  evaluate.evaluate_lines(params, cfg, *evaluate.json_lines(path), 2)
   shown = capsys.readouterr().out
   acc = np.mean([np.argmax(choices) == 1, np.argmax(suffix) == 0])
   assert f"multiple choice: 2 lines, acc {acc:.4f}, acc_norm {np.mean(normal):.4f}" in shown and "recall: 1 lines, contains 1.0000" in shown
@@ -616,9 +616,9 @@ def test_lines_of_json_are_scored_by_likelihood_by_what_is_said_and_by_the_last_
 def test_a_malformed_line_is_named_and_left_out_only_when_asked(line, message, tmp_path):
   path = tmp_path / "lines.jsonl"
   path.write_bytes(b'{"text": "one two"}\n\n' + line.encode("latin1") + b'\n{"text": "three four"}')
-  with pytest.raises(ValueError, match="line 3 .*skip_bad=1") as e: data.json_lines(path)
+  with pytest.raises(ValueError, match="line 3 .*skip_bad=1") as e: evaluate.json_lines(path)
   assert message in str(e.value)
-  found, skipped = data.json_lines(path, skip_bad=True)
+  found, skipped = evaluate.json_lines(path, skip_bad=True)
   assert [row["text"] for _, row in found] == ["one two", "three four"] and skipped == 1
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, text, capsys, monkeypatch):
@@ -916,7 +916,7 @@ def test_the_readmes_commands_are_accepted(tmp_path, monkeypatch, capsys):
   readme = Path(shutil.copy(Path(__file__).parent / "README.md", tmp_path)).read_text()
   monkeypatch.chdir(tmp_path)
   Path("lines.jsonl").write_text(readme.split("```json\n")[1].split("```")[0])
-  assert len(commands()) > 10 and [kind for kind, _ in data.json_lines(Path("lines.jsonl"))[0]] == ["choice", "choice", "recall", "last"]
+  assert len(commands()) > 10 and [kind for kind, _ in evaluate.json_lines(Path("lines.jsonl"))[0]] == ["choice", "choice", "recall", "last"]
   for words in commands(): assert train.main([*words, "steps=0"]) == 0 or re.search("has no (checkpoint|log)", last_error(capsys)), words
   assert set(re.findall(r"python experiments\.py (\w+)", readme)) <= set(experiments.EXPERIMENTS)
   for words in re.findall(r"python data\.py ([^`\n#]*)", readme): assert words.isupper() or data.shown(words.split()) == 0
