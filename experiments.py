@@ -52,7 +52,7 @@ def picture(path:Path, label:str, panels:dict[str, Any], log:bool=True, colors:i
       figure.colorbar(axis.imshow(panel, vmin=0, vmax=1, cmap="magma"), ax=axis)
       continue
     for i, (name, (x, y)) in enumerate(panel.items()):
-      style = dict(color=f"C{i % colors}", linestyle=(":", "-", "--")[i // colors], marker=".")
+      style = dict(color=f"C{i % colors}", linestyle=("-", "--", ":")[i // colors], marker=".")
       axis.errorbar(x, y.mean(0), y.std(0), label=name, **style)
     if log: axis.set(xscale="log", xticks=x, xticklabels=x)
     axis.minorticks_off()
@@ -101,7 +101,7 @@ def layer_step(layer:Layer, backend:str) -> tuple[Callable, list[Tensor]]:
 COSTS = {"layer": "<26s", "form": "<6s", "first s": ">9.1f", "ms": ">9.1f", "tokens/s": ">10.0f", "GFLOP": ">8.2f",
          "GFLOP/s": ">9.1f", "kernels": ">9d", "MB": ">9.1f"}
 
-def cost(row:Callable, name:str, layer:Layer, form:str) -> tuple[float, list[np.ndarray]]:
+def cost(row:Callable, name:str, layer:Layer, form:str) -> tuple[float, list]:
   """Prints what a layer's memory costs; returns tokens/s and its results.  first s: the pass that compiles.  ms: the
   median of 7 passes after compilation.  MB: all buffers of a captured pass, with its inputs and results."""
   gc.collect()                                           # frees the buffers of the layer before
@@ -210,7 +210,7 @@ def recall(sizes:tuple=(8, 16, 32, 64), trials:int=4, seeds:int=3, rules:tuple=t
   """Prints and draws the share of hits against the number of pairs, keys of 16: mean over seeds, and their spread at
   the last size but one.  Returns {(rule, features): hits (kinds, sizes, seeds)}."""
   print(f"{trials} trials for each of {seeds} seeds, and of one more that chooses the step of {STEPS}; pairs: {sizes}")
-  row, results = table({"rule": "<18s", "features": "<9s"} | dict.fromkeys(KINDS, f">{5 * len(sizes) + 11}s")), {}
+  row, results = table({"rule": "<18s", "features": "<9s"} | dict.fromkeys(KINDS, ">32s")), {}
   for features in ("identity", "poly", "exp"):
     for name in rules:
       if features == "exp" and RULES[name].get("optimizer") == "muon": continue            # an expansion is no matrix
@@ -243,7 +243,7 @@ def adam_step(weights:list[Tensor], losses:Callable[..., Tensor]) -> Callable[..
     return loss
   return step
 
-def mapped(rng:np.random.Generator, d:int, T:int, window:int) -> list[tuple[np.ndarray, np.ndarray]]:
+def mapped(rng:np.random.Generator, d:int, T:int, window:int) -> list:
   """Inputs and targets (T,d) for each of MAPPINGS (section 6.4), from Gaussian tokens.  Rank d/8; MLPs of d-d-d."""
   def matrix(rows, columns): return rng.normal(size=(rows, columns)) * rows ** -0.5
   def mlp(x):
@@ -281,8 +281,9 @@ def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64, folder:str="a
   row = table({"mapping": "<30s", "rate": ">8.0e", "mean loss of the last quarter": ">32s"})
   for name, i, end in zip(MAPPINGS, best, ends): row(name, RATES[i], spread(end))
   print(f"low-rank is easiest: {'yes' if ends.mean(-1).argmin() == 0 else 'no'}")
-  width, starts = max(1, T // 40), np.arange(0, T, max(1, T // 40))
-  curves = {name: (starts, np.add.reduceat(x, starts, axis=-1) / width) for name, x in zip(MAPPINGS, results)}
+  width = max(1, T // 40)
+  blocks = results[..., :T // width * width].reshape(len(MAPPINGS), seeds, -1, width).mean(-1)
+  curves = {name: (np.arange(y.shape[1]) * width, y) for name, y in zip(MAPPINGS, blocks)}
   picture(Path(folder) / "learnability.png", f"loss, mean of {width} tokens", {"position": curves}, log=False)
   return results
 
@@ -476,13 +477,14 @@ def all_trained(trials:list[Trial], variants:list[dict]=[{}], measure:Callable|N
 
 def spreads(scores:np.ndarray) -> list[str]: return [spread(x) for x in scores.T]
 
-def compare(title:str, trials:dict[Any, Trial], headings:list[str], variants:list[dict]=[{}],
-            measure:Callable|None=None, cells:Callable=spreads) -> dict[Any, Result]:
+def compare(title:str, trials:dict, headings:list[str], variants:list[dict]=[{}],
+            measure:Callable|None=None, cells:Callable=spreads) -> dict:
   """Trains every trial, all on the same source, and prints a row for each: its key; M, the numbers in a block's
   memories; what training took; and its scores under `headings`."""
   trial = next(iter(trials.values()))
   source = trial.task or f"Python source, sequences of {trial.length}"
-  print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {trial.rates}, seeds {trial.seeds}")
+  rates = sorted({rate for trial in trials.values() for rate in trial.rates})
+  print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {rates}, seeds {trial.seeds}")
   row, results = table({"model": "<30s", "M": ">7d", "parameters": ">12,d", "rate": ">7.3f", "steps": ">7d",
                         "TFLOP": ">8.2f", "minutes": ">9.1f"} | dict.fromkeys(headings, ">17s")), {}
   for (key, trial), result in zip(trials.items(), all_trained(list(trials.values()), variants, measure)):
@@ -517,7 +519,7 @@ def both(models:dict[str, tuple[str, dict]], recall:Trial=EASIER) -> None:
     trials = {}
     for name, (preset, fields) in models.items():
       trials[name] = trial._replace(preset=preset, fields=trial.fields | fields)
-    compare("parts and windows", trials, [heading])
+    compare(heading, trials, [heading])
 
 def ablation() -> None:
   """The paper's Table 6: ATLAS without each of its parts, and with a gated memory or attention beside it."""
@@ -546,7 +548,7 @@ def mqar(presets:tuple=("atlas", "omeganet", "swla", "titans", "deltanet", "line
   for name in sized:
     at_best = trial._replace(preset=name, rates=(results[name, usual].rate,))
     for d in sizes: trials[name, d] = at_best._replace(fields=trial.fields | dict(key_dim=d, value_dim=d))
-  results |= compare("the same at the best rates", trials, headings, variants)
+  results |= compare("smaller and larger memories, each at its best rate", trials, headings, variants)
   by_count = {name: (counts, results[name, usual].scores) for name in presets}
   by_size, ticks = {}, sorted((*sizes, usual))
   for name in sized: by_size[name] = ticks, np.stack([results[name, d].scores[:, 0] for d in ticks], axis=1)
