@@ -1,21 +1,7 @@
 """The paper's experiments at small scale, one function and one command each: python experiments.py NAME
 
-These measure the memory alone, or small networks without a model around them:
-  speed          forward and backward pass of the memory: one kernel against stock tensor operations
-  expansion      memory and time that features=exp costs, against the length of the sequence
-  recall         what each rule and feature map recalls of pairs that it has read once, without any training
-  learnability   which mappings a network learns while it reads: the paper's section 6.4
-  capacity       how many pairs a memory can hold: the paper's section 3.1 and Theorem 1
-  heatmap        the error of every pair after every token
-
-These train models, three seeds each, in as many processes as there are cores:
-  text           six models on text, at equal parameters
-  ablation       ATLAS without each of its parts: the paper's Table 6, on text and on a small MQAR
-  window         OmegaNet with windows of 1 to 16: the paper's Figure 5, on text and on a small MQAR
-  mqar           multi-query associative recall, seven models: the paper's Figure 7
-  niah           a needle in a haystack, up to 16 times the trained length: the paper's Table 3
-  scaling        loss against compute, three sizes: the paper's Figure 8
-  streams        loss on text after 16,384 tokens of repeats, of noise, of both in turn: does the memory recover?"""
+speed, expansion, recall, learnability, capacity and heatmap measure the memory alone, or networks as small.
+text, ablation, window, mqar, niah, scaling and streams train models with three seeds, in a process for each core."""
 from __future__ import annotations
 import functools, gc, math, multiprocessing, os, re, sys, time
 from concurrent.futures import ProcessPoolExecutor
@@ -53,20 +39,20 @@ def table(columns:dict[str, str]) -> Callable[..., None]:
   return row
 
 def picture(path:Path, label:str, panels:dict[str, Any], log:bool=True, colors:int=10) -> None:
-  """Draws panels in a row.  label: that of the y axis.  panels: x label -> an image of values from 0 to 1, or curves
-  {name: (x, y (seeds, len(x)))}.  After `colors` curves, the colors repeat in another line style."""
+  """Draws panels in a row.  label: of the y axis.  panels: title, which names the x axis -> an image of values from 0
+  to 1, or curves {name: (x, y (seeds, len(x)))}.  After `colors` curves, the colors repeat in another line style."""
   try: import matplotlib.pyplot as plt
   except ImportError: return print("for the picture: pip install '.[plot]'")
   size = 2 + 3 * len(panels), 3.6
   figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
   axes[0, 0].set_ylabel(label)
-  for axis, (x_label, panel) in zip(axes[0], panels.items()):
-    axis.set_xlabel(x_label)
+  for axis, (title, panel) in zip(axes[0], panels.items()):
+    axis.set_title(title, fontsize=8)
     if isinstance(panel, np.ndarray):
       figure.colorbar(axis.imshow(panel, vmin=0, vmax=1, cmap="magma"), ax=axis)
       continue
     for i, (name, (x, y)) in enumerate(panel.items()):
-      style = dict(color=f"C{i % colors}", linestyle=(":", "-", "--")[i // colors], marker=".")
+      style = dict(color=f"C{i % colors}", linestyle=("-", "--", ":")[i // colors], marker=".")
       axis.errorbar(x, y.mean(0), y.std(0), label=name, **style)
     if log: axis.set(xscale="log", xticks=x, xticklabels=x)
     axis.minorticks_off()
@@ -95,15 +81,15 @@ LAYERS = {
 }
 
 def layer_step(layer:Layer, backend:str) -> tuple[Callable, list[Tensor]]:
-  """A jitted forward and backward pass of kernels.memory, inputs -> (y, the gradient of every input); and random inputs."""
+  """A jitted forward and backward pass of kernels.memory, inputs -> (y, *their gradients); and random inputs."""
   B, H, T, d = layer.batch, layer.heads, layer.length, layer.d
   fields: dict = dict(memory="mlp", forget=True, momentum=True, expand=layer.hidden // d, backend=backend) | layer.rule
   cfg, rng = atlas.Config(heads=H, key_dim=d, value_dim=d, **fields), np.random.default_rng(0)
   weights = {name: rng.normal(size=shape) * shape[-1] ** -0.5 for name, shape in atlas.memory_shapes(cfg).items()}
   if cfg.features == "poly": weights["a"] = rng.uniform(0.5, 1, 3)
   q, k, v = unit(rng, 3, B, H, T, d)
-  def uniform(low, high, *more): return rng.uniform(low, high, (B, H, T, *more))
-  gates = uniform(0.97, 1), uniform(0.8, 0.95), uniform(0, 0.01), uniform(0, 1 / cfg.window, cfg.window)
+  gates = [rng.uniform(low, high, (B, H, T)) for low, high in ((0.97, 1), (0.8, 0.95), (0, 0.01))]
+  gates.append(rng.uniform(0, 1 / cfg.window, (B, H, T, cfg.window)))
   @TinyJit
   def step(*x):
     y, _ = kernels.memory(cfg, dict(zip(weights, x)), *x[len(weights):])
@@ -115,9 +101,9 @@ def layer_step(layer:Layer, backend:str) -> tuple[Callable, list[Tensor]]:
 COSTS = {"layer": "<26s", "form": "<6s", "first s": ">9.1f", "ms": ">9.1f", "tokens/s": ">10.0f", "GFLOP": ">8.2f",
          "GFLOP/s": ">9.1f", "kernels": ">9d", "MB": ">9.1f"}
 
-def cost(row:Callable, name:str, layer:Layer, form:str) -> tuple[float, list[np.ndarray]]:
-  """Prints what a layer's memory costs, and returns tokens/s and its results.  first: the pass that compiles; ms: the median of
-  7 passes after compilation; GFLOP: those of the kernel's products; MB: all buffers, of inputs and results too."""
+def cost(row:Callable, name:str, layer:Layer, form:str) -> tuple[float, list]:
+  """Prints what a layer's memory costs; returns tokens/s and its results.  first s: the pass that compiles.  ms: the
+  median of 7 passes after compilation.  MB: all buffers of a captured pass, with its inputs and results."""
   gc.collect()                                           # frees the buffers of the layer before
   before, times = GlobalCounters.mem_used, []
   step, inputs = layer_step(layer, form)
@@ -168,7 +154,7 @@ class Pairs(NamedTuple):
   targets: np.ndarray         # (streams,N,d)
 
 def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:int) -> Pairs:
-  """N pairs of unit vectors in each of `trials` streams of T tokens.  correlated: all keys share a component, so that their
+  """N pairs of unit vectors in each of `trials` streams of T tokens.  correlated: all keys share a component, and
   cosines are about 1/2.  overwritten: half of the keys get a second value, which is the one to recall."""
   shared = rng.normal(size=(trials, 1, d)) if kind == "correlated" else 0.0
   keys = unit(rng, trials, N, d, shared=shared)
@@ -183,50 +169,48 @@ def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:
                targets=np.concatenate([newer, values[:, again:]], axis=1))
 
 def empty_memory(cfg:atlas.Config, B:int) -> tuple[dict, dict]:
-  """Weights and state of a memory that has stored nothing.  Of polynomial features, only the quadratic monomials are used."""
+  """Weights and state of a memory that has stored nothing.  Of the polynomial features the quadratic ones count."""
   weights = {name: Tensor.zeros(*shape).contiguous() for name, shape in atlas.memory_shapes(cfg).items()}
   if cfg.features == "poly": weights["a"] = Tensor([0.0, 0.0, 1.0])
   state = kernels.initial_state(cfg, weights, B, cfg.key_dim)
   return weights, {name: z.clone() for name, z in state.items()}           # the inputs of a jit share no buffer
 
 def recalled(fields:dict, sizes:tuple, trials:int, seeds:int, d:int=16) -> np.ndarray:
-  """The share of hits (kinds, sizes, seeds) after every pair was written once: keys for which the memory's output is nearest to
-  the right value.  One more seed chooses the step size.  Batch: (kinds, sizes, steps); heads: (seeds, trials)."""
+  """The share of hits (kinds, sizes, seeds) after every pair was written once: keys for which the memory's output is
+  nearest to the right value.  One more seed chooses the step size.  Batch: step sizes; heads: (seeds, trials)."""
   H, exp = trials * (1 + seeds), fields["features"] == "exp"
   cfg = atlas.Config(memory="linear", chunk=1, heads=H, key_dim=d, value_dim=d, anchors=0, **fields)
-  length = 2.0 if exp else 1.0                           # of keys: exp(4 cos) is as sharp as a trained model's may become
+  length = 2.0 if exp else 1.0                           # of keys: exp(4 cos), as sharp as a trained model's may become
   largest = math.exp(length ** 2) if exp else 1.0        # phi(k).phi(k), over which the step is taken
   T = -(-3 * max(sizes) // 16) * 8                       # room for what is written, in whole calls of 8 tokens
-  cases = []
+  call = T if exp else 8                                 # exp in one call: a jit cannot hold a state that grows
+  weights, empty = empty_memory(cfg, len(STEPS))
+  @TinyJit
+  def read(state, q, k, v, alpha, theta, eta, gamma):
+    return kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state or None)[1]
+  hits = []
   for kind in KINDS:
     for N in sizes:
       drawn = [recall_pairs(np.random.default_rng([seed, N]), kind, trials, N, d, T) for seed in range(1 + seeds)]
-      cases.append(Pairs(*map(np.concatenate, zip(*drawn))))
-  def batch(name): return np.repeat([getattr(case, name) for case in cases], len(STEPS), axis=0)
-  keys, steps = batch("keys"), np.tile(STEPS, len(cases)) / largest
-  ones, eta = np.ones(keys.shape[:3]), batch("writes") * steps[:, None, None]
-  inputs = keys, keys * length, batch("values"), ones, ones, eta, np.ones((*ones.shape, cfg.window))
-  weights, state = empty_memory(cfg, len(keys))
-  def read(state, q, k, v, *gates): return kernels.memory(cfg, weights, q, k, v, *gates, state)[1]
-  def tokens(start, end): return [tensor(x[:, :, start:end]) for x in inputs]
-  if exp: state = read(None, *tokens(0, T))              # in one call: a jit cannot hold a state that grows
-  else:
-    step = TinyJit(read)
-    for t in range(0, T, 8): state = step(state, *tokens(t, t + 8))
-  hits = np.zeros((len(cases), len(STEPS), 1 + seeds))
-  for i, case in enumerate(cases):
-    rows = slice(i * len(STEPS), (i + 1) * len(STEPS))
-    memory = {name: z if name == "position" else z[rows].contiguous() for name, z in state.items()}
-    outputs = kernels.recall(cfg, weights, memory, tensor([case.queries * length] * len(STEPS))).numpy()
-    nearest = (outputs @ case.targets.swapaxes(-1, -2)).argmax(-1)         # all values have length 1
-    hits[i] = (nearest == np.arange(nearest.shape[-1])).reshape(len(STEPS), 1 + seeds, -1).mean(-1)
-  return at_best_rate(hits, hits[..., 0])[0].reshape(len(KINDS), len(sizes), seeds)
+      pairs = Pairs(*map(np.concatenate, zip(*drawn)))
+      def batch(x): return np.stack([x] * len(STEPS))
+      keys, ones = batch(pairs.keys), np.ones((len(STEPS), H, T))
+      eta = ones * pairs.writes * np.reshape(STEPS, (-1, 1, 1)) / largest
+      inputs = keys, keys * length, batch(pairs.values), ones, ones, eta, np.ones((*ones.shape, cfg.window))
+      state = {} if exp else {name: z.clone() for name, z in empty.items()}
+      for t in range(0, T, call): state = read(state, *[tensor(x[:, :, t:t + call]) for x in inputs])
+      outputs = kernels.recall(cfg, weights, state, tensor(batch(pairs.queries * length))).numpy()
+      nearest = (outputs @ pairs.targets.swapaxes(-1, -2)).argmax(-1)      # all values have length 1
+      hits.append((nearest == np.arange(N)).reshape(len(STEPS), 1 + seeds, -1).mean(-1))
+  results = np.stack(hits)
+  return at_best_rate(results, results[..., 0])[0].reshape(len(KINDS), len(sizes), seeds)
 
-def recall(sizes:tuple=(8, 16, 32, 64), trials:int=4, seeds:int=3, rules:tuple=tuple(RULES), folder:str="assets") -> dict:
-  """Prints and draws the share of hits against the number of pairs, keys of 16: mean over seeds, and their spread at the last
-  size but one.  Returns {(rule, features): hits (kinds, sizes, seeds)}."""
+def recall(sizes:tuple=(8, 16, 32, 64), trials:int=4, seeds:int=3, rules:tuple=tuple(RULES),
+           folder:str="assets") -> dict:
+  """Prints and draws the share of hits against the number of pairs, keys of 16: mean over seeds, and their spread at
+  the last size but one.  Returns {(rule, features): hits (kinds, sizes, seeds)}."""
   print(f"{trials} trials for each of {seeds} seeds, and of one more that chooses the step of {STEPS}; pairs: {sizes}")
-  row, results = table({"rule": "<18s", "features": "<9s"} | dict.fromkeys(KINDS, f">{5 * len(sizes) + 11}s")), {}
+  row, results = table({"rule": "<18s", "features": "<9s"} | dict.fromkeys(KINDS, ">32s")), {}
   for features in ("identity", "poly", "exp"):
     for name in rules:
       if features == "exp" and RULES[name].get("optimizer") == "muon": continue            # an expansion is no matrix
@@ -259,9 +243,8 @@ def adam_step(weights:list[Tensor], losses:Callable[..., Tensor]) -> Callable[..
     return loss
   return step
 
-def mapped(rng:np.random.Generator, d:int, T:int, window:int) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Inputs and targets (T,d) for each of MAPPINGS (section 6.4), from Gaussian tokens.  The rank is d/8; the MLPs have one
-  hidden layer with gelu."""
+def mapped(rng:np.random.Generator, d:int, T:int, window:int) -> list:
+  """Inputs and targets (T,d) for each of MAPPINGS (section 6.4), from Gaussian tokens.  Rank d/8; MLPs of d-d-d."""
   def matrix(rows, columns): return rng.normal(size=(rows, columns)) * rows ** -0.5
   def mlp(x):
     z = x @ matrix(d, d)
@@ -278,14 +261,14 @@ def mapped(rng:np.random.Generator, d:int, T:int, window:int) -> list[tuple[np.n
   return [(x, low_rank), (x, mlp(x)), (x, after), (mixed, after), (x, mlp(attention(x, window)))]
 
 def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64, folder:str="assets") -> np.ndarray:
-  """An MLP of d-d-d-d without biases is trained online, one step of Adam a token, on |M(i_t) - o_t|^2 / |o_t|^2 (section 6.4,
-  Figure 6, at a quarter of its sizes).  Prints and draws the loss before each step; returns it, (mappings, seeds, T).  All
-  networks are one batch, (mappings, rates, seeds).  One more seed chooses each mapping's rate by its mean loss."""
+  """An MLP of d-d-d-d without biases is trained online, one step of Adam a token, on |M(i_t) - o_t|^2 / |o_t|^2
+  (section 6.4, Figure 6, at a quarter of its size).  Prints, draws and returns the loss before each step, (mappings,
+  seeds, T).  The networks are one batch, (mappings, rates, seeds).  One more seed chooses a rate by its mean loss."""
   print(f"d {d}, {T} tokens, sliding window {window}; {seeds} seeds, and one more that chooses the rate of {RATES}")
   pairs = np.array([mapped(np.random.default_rng([seed, d]), d, T, window) for seed in range(1 + seeds)], np.float32)
-  stream = pairs.transpose(3, 2, 1, 0, 4)[:, :, :, None, :, None]          # (T, input or target, mappings, 1, seeds, 1, d)
+  stream = pairs.transpose(3, 2, 1, 0, 4)[:, :, :, None, :, None]  # (T, input or target, mappings, 1, seeds, 1, d)
   rng, weights = np.random.default_rng(0), []
-  for scale in (d ** -0.5, d ** -0.5, 1e-3):             # outputs start small: some targets are short, and 0 has a loss of 1
+  for scale in (d ** -0.5, d ** -0.5, 1e-3):             # outputs start small, as some targets are: the loss is 1 at 0
     w = rng.normal(size=(1 + seeds, d, d)) * scale
     weights.append(tensor(np.broadcast_to(w, (len(MAPPINGS), len(RATES), *w.shape))))
   def loss(x, target):
@@ -298,15 +281,16 @@ def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64, folder:str="a
   row = table({"mapping": "<30s", "rate": ">8.0e", "mean loss of the last quarter": ">32s"})
   for name, i, end in zip(MAPPINGS, best, ends): row(name, RATES[i], spread(end))
   print(f"low-rank is easiest: {'yes' if ends.mean(-1).argmin() == 0 else 'no'}")
-  width, starts = max(1, T // 40), np.arange(0, T, max(1, T // 40))
-  curves = {name: (starts, np.add.reduceat(x, starts, axis=-1) / width) for name, x in zip(MAPPINGS, results)}
+  width = max(1, T // 40)
+  blocks = results[..., :T // width * width].reshape(len(MAPPINGS), seeds, -1, width).mean(-1)
+  curves = {name: (np.arange(y.shape[1]) * width, y) for name, y in zip(MAPPINGS, blocks)}
   picture(Path(folder) / "learnability.png", f"loss, mean of {width} tokens", {"position": curves}, log=False)
   return results
 
 # *** capacity: how many pairs a memory can hold ***
 
 def linear_capacity(d:int, degree:int, seeds:int, threshold:float) -> list[int]:
-  """For each seed, the most pairs that W phi(k) fits by least squares with a relative squared error below `threshold`."""
+  """For each seed the most pairs that W phi(k) fits by least squares, its relative squared error below `threshold`."""
   cfg, results = atlas.Config(features="identity" if degree == 1 else "poly", degree=degree), []
   most = 2 * kernels.feature_size(d, cfg.features, degree)
   a = Tensor([1 / math.factorial(i) for i in range(degree + 1)])
@@ -325,8 +309,8 @@ def linear_capacity(d:int, degree:int, seeds:int, threshold:float) -> list[int]:
   return results
 
 def deep_capacity(d:int, hidden:int, seeds:int, threshold:float, steps:int) -> list[int]:
-  """The same for an mlp memory, as far as Adam fits it to all pairs at once.  Sizes from hidden/2 to 5/2 hidden, in steps of
-  hidden/8, are tried.  All networks are one batch, (sizes, seeds)."""
+  """The same for an mlp memory, as far as Adam fits it to all pairs at once, of hidden/2 ... 5/2 hidden pairs by
+  eighths.  All networks are one batch, (sizes, seeds)."""
   cfg, sizes = atlas.Config(memory="mlp", key_dim=d, value_dim=d), np.unique([hidden * i // 8 for i in range(4, 21)])
   rng, counts = np.random.default_rng([d, hidden]), tensor(sizes.reshape(-1, 1, 1))
   pairs = unit(rng, 2, seeds, sizes[-1], d)
@@ -343,10 +327,10 @@ def deep_capacity(d:int, hidden:int, seeds:int, threshold:float, steps:int) -> l
   return np.append(0, sizes)[fits.sum(0)].tolist()
 
 def capacity(dims:tuple=(4, 8, 16), degrees:tuple=(1, 2, 3), deep:dict={1: (8,), 2: (8,), 4: (4, 8, 16)}, seeds:int=3,
-             threshold:float=0.01, steps:int=3000) -> dict[str, dict[int, list[int]]]:
-  """Prints how many random pairs of unit vectors, d_k = d_v = d, memories hold with a relative squared error below `threshold`:
-  linear in phi(k), where section 3.1 claims O(d_k^p); and mlps, {expand: d}, where Theorem 1 claims at least O(d_k d_v).
-  On unit keys |k|^2 = 1 makes C(d+p-2,p-2) of the C(d+p,p) monomials superfluous; the others are what fits exactly.
+             threshold:float=0.01, steps:int=3000) -> dict:
+  """Prints how many random pairs N of unit vectors, d_k = d_v = d, memories hold with a relative squared error below
+  `threshold`: linear ones, of which section 3.1 claims O(d_k^p), and mlps {expand: d}, of which Theorem 1 claims at
+  least O(d_k d_v).  |k|^2 = 1 makes C(d+p-2,p-2) of the C(d+p,p) monomials superfluous, and the others fit exactly.
   Returns {memory: {d: N of each seed}}."""
   print(f"error below {threshold:.1%}; {seeds} seeds; mlp: {steps} steps of Adam")
   row = table({"memory": "<18s", "d": ">4d", "parameters/d": ">14d", "N": ">9.1f", "+-": ">5.1f",
@@ -373,9 +357,9 @@ PANELS: dict[str, tuple[dict, float, float]] = {         # settings of atlas.Con
   "quadratic, window 16, alpha 0.95": (dict(window=16, features="poly", forget=True), 0.2, 0.95),
 }
 
-def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict[str, np.ndarray]:
-  """N pairs with correlated keys are written once each, in order, into linear memories (Eq. 9), a pair a token, and after each
-  token all are recalled.  Prints and draws the errors |M_t(phi(k_n)) - v_n|^2 / |v_n|^2, mean of `draws`, (time t, pair n)."""
+def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict:
+  """N pairs with correlated keys are written once each, in order, into linear memories (Eq. 9), a pair a token.  Prints
+  and draws the errors |M_t(phi(k_n)) - v_n|^2 / |v_n|^2 after each token, mean of `draws`, (time t, pair n)."""
   print(f"{N} pairs of {d}, mean of {draws} draws")
   parts = ("pairs just read", "end: first 8", "last 16 to 9", "last 8", "all")
   row, results = table({"error of": "<34s"} | dict.fromkeys(parts, ">16.2f")), {}
@@ -385,10 +369,11 @@ def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict[str, 
     cfg = atlas.Config(memory="linear", chunk=1, heads=draws, key_dim=d, value_dim=d, **fields)
     weights, state = empty_memory(cfg, 1)
     ones, rows = np.ones((1, draws, 1)), []
-    gates = [tensor(x) for x in (ones * alpha, ones, ones * eta, np.ones((1, draws, 1, cfg.window)))]
+    gates = dict(alpha=ones * alpha, theta=ones, eta=ones * eta, gamma=np.ones((*ones.shape, cfg.window)))
+    tensors: dict[str, Any] = {name: tensor(x) for name, x in gates.items()}
     @TinyJit
     def write(state, key, value):
-      _, state = kernels.memory(cfg, weights, key, key, value, *gates, state=state)
+      _, state = kernels.memory(cfg, weights, key, key, value, state=state, **tensors)
       errors = (kernels.recall(cfg, weights, state, k) - v).square().sum(-1)               # all values have length 1
       return state, errors.mean((0, 1))
     for t in range(N):
@@ -396,7 +381,7 @@ def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict[str, 
       rows.append(errors.numpy())
     e = results[name] = np.stack(rows)
     row(name, *[x.mean() for x in (np.diag(e), e[-1, :8], e[-1, -16:-8], e[-1, -8:], e[-1])])
-  picture(Path(folder) / "memory.png", "pairs written, t", {f"pair n; {name}": e for name, e in results.items()})
+  picture(Path(folder) / "memory.png", "pairs written, t", {f"pair n: {name}": e for name, e in results.items()})
   return results
 
 # *** training runs ***
@@ -435,11 +420,11 @@ def text_source(trial:Trial, params:dict, cfg:atlas.Config, measure:Callable|Non
   return functools.partial(data.batch, text.train, trial.batch, trial.length), lambda: False, scores
 
 def task_source(trial:Trial, params:dict, cfg:atlas.Config, variants:list[dict]) -> tuple[Callable, ...]:
-  """Three functions: (seed, step) -> a batch; whether the model has solved the task; its scores (variants): the share of the
-  labels of held-out examples that are right or, for tasks in bytes, of the answers."""
+  """Three functions: (seed, step) -> a batch; whether the model has solved the task; its scores (variants): the share
+  of held-out examples' labels that are right or, for tasks in bytes, of their answers."""
   task = data.task(trial.task)
-  # All seeds are scored on the held-out examples of seed 0, so that they differ in their training alone.  No task's rule
-  # depends on the seed, and no seed trains on these examples, whose indices start at data.HELD_OUT.
+  # All seeds are scored on the held-out examples of seed 0, so that only their training differs.  This is right because
+  # no task's rule depends on the seed, and no seed trains on these examples: their indices start at data.HELD_OUT.
   score = evaluate.scorer(params, cfg, task, trial.batch, seed=0)
   share = "answer" if task.is_bytes else "micro"
   def solved(): return score(4096, {})[share] >= train.SOLVED
@@ -447,8 +432,8 @@ def task_source(trial:Trial, params:dict, cfg:atlas.Config, variants:list[dict])
   return functools.partial(task.batch, trial.batch), solved, scores
 
 def trained(trial:Trial, variants:list[dict]=[{}], measure:Callable|None=None) -> Result:
-  """Trains at every rate with the first seed, then with the other seeds at the best rate, which has the fewest bits per byte of
-  text or the highest score in a task's first variant.  Compiled once.  A solved task ends a run early."""
+  """Trains at every rate with the first seed, then with the other seeds at the best rate, which has the fewest bits per
+  byte of text or the highest score in a task's first variant.  Compiled once.  A solved task ends a run early."""
   began, cfg = time.perf_counter(), config(trial)
   params = atlas.init(cfg)
   if trial.task: batch, solved, scores = task_source(trial, params, cfg, variants)
@@ -492,13 +477,14 @@ def all_trained(trials:list[Trial], variants:list[dict]=[{}], measure:Callable|N
 
 def spreads(scores:np.ndarray) -> list[str]: return [spread(x) for x in scores.T]
 
-def compare(title:str, trials:dict[Any, Trial], headings:list[str], variants:list[dict]=[{}], measure:Callable|None=None,
-            cells:Callable=spreads) -> dict[Any, Result]:
-  """Trains every trial, and prints a row for each: its key; M, the numbers in a block's memories; what training took; and its
-  scores under `headings`.  The trials are alike in what they are trained on and for how long."""
-  trial = list(trials.values())[0]
+def compare(title:str, trials:dict, headings:list[str], variants:list[dict]=[{}],
+            measure:Callable|None=None, cells:Callable=spreads) -> dict:
+  """Trains every trial, all on the same source, and prints a row for each: its key; M, the numbers in a block's
+  memories; what training took; and its scores under `headings`."""
+  trial = next(iter(trials.values()))
   source = trial.task or f"Python source, sequences of {trial.length}"
-  print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {trial.rates}, seeds {trial.seeds}")
+  rates = sorted({rate for trial in trials.values() for rate in trial.rates})
+  print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {rates}, seeds {trial.seeds}")
   row, results = table({"model": "<30s", "M": ">7d", "parameters": ">12,d", "rate": ">7.3f", "steps": ">7d",
                         "TFLOP": ">8.2f", "minutes": ">9.1f"} | dict.fromkeys(headings, ">17s")), {}
   for (key, trial), result in zip(trials.items(), all_trained(list(trials.values()), variants, measure)):
@@ -521,7 +507,7 @@ RECALL = Trial("atlas", SMALL, "mqar:vocab=256,length=128,pairs=32", 1200, 32, r
 EASIER = RECALL._replace(task="mqar:vocab=128,length=64,pairs=16", steps=300, rates=(0.02,))
 NEEDLE = Trial("deltanet", dict(chunk=4, horizon=2048), "niah:kind=pk,length=128", 1200, 16, rates=(0.01,))
 
-def text() -> dict[str, Result]:
+def text() -> dict:
   """Six models on text, at equal parameters, data, steps and seeds."""
   trials = {name: TEXT._replace(preset=name, fields=fields) for name, fields in EQUAL.items()}
   def cells(scores): return [f"{x:.3f}" for x in (*scores[:, 0], scores.mean())]
@@ -530,14 +516,17 @@ def text() -> dict[str, Result]:
 def both(models:dict[str, tuple[str, dict]], recall:Trial=EASIER) -> None:
   """Trains each (preset, fields) on text and on a small MQAR."""
   for trial, heading in ((TEXT, "bits per byte"), (recall, "share right")):
-    trials = {name: trial._replace(preset=preset, fields=trial.fields | fields) for name, (preset, fields) in models.items()}
-    compare("text" if trial is TEXT else "MQAR", trials, [heading])
+    trials = {}
+    for name, (preset, fields) in models.items():
+      trials[name] = trial._replace(preset=preset, fields=trial.fields | fields)
+    compare(heading, trials, [heading])
 
 def ablation() -> None:
   """The paper's Table 6: ATLAS without each of its parts, and with a gated memory or attention beside it."""
-  both({"atlas": ("atlas", {}), "linear memory": ("atlas", dict(memory="linear")), "no Muon": ("atlas", dict(optimizer="gd")),
-        "window 1": ("atlas", dict(window=1)), "no poly": ("atlas", dict(features="identity")),
-        "gated (atlas++)": ("atlas++", {}), "MAG": ("atlas_mag", {}), "MAL": ("atlas_mal", {})})
+  both({"atlas": ("atlas", {}), "linear memory": ("atlas", dict(memory="linear")),
+        "no Muon": ("atlas", dict(optimizer="gd")), "window 1": ("atlas", dict(window=1)),
+        "no poly": ("atlas", dict(features="identity")), "gated (atlas++)": ("atlas++", {}),
+        "MAG": ("atlas_mag", {}), "MAL": ("atlas_mal", {})})
 
 def window() -> None:
   """The paper's Figure 5: OmegaNet with windows of 1 to 16 tokens."""
@@ -546,9 +535,9 @@ def window() -> None:
 
 def mqar(presets:tuple=("atlas", "omeganet", "swla", "titans", "deltanet", "linear_attention", "transformer++"),
          trial:Trial=RECALL, sized:tuple=("atlas", "swla", "deltanet"), sizes:tuple=(4, 16),
-         folder:str="assets") -> dict[tuple[str, int], Result]:
-  """The paper's Figure 7: multi-query associative recall.  First all models at one size of keys and values, with the same
-  learning rates, scored with fewer pairs too; then some of them with smaller and larger memories, each at its best rate.
+         folder:str="assets") -> dict:
+  """The paper's Figure 7: multi-query associative recall.  First all models at one size of keys and values, scored with
+  fewer pairs too; then some of them with smaller and larger memories, each at its best rate.
   Returns {(preset, key_dim): result}."""
   most, usual = data.task(trial.task).settings["pairs"], trial.fields["key_dim"]
   counts = [most] + [most * n // 8 for n in (6, 4, 2, 1)]
@@ -559,7 +548,7 @@ def mqar(presets:tuple=("atlas", "omeganet", "swla", "titans", "deltanet", "line
   for name in sized:
     at_best = trial._replace(preset=name, rates=(results[name, usual].rate,))
     for d in sizes: trials[name, d] = at_best._replace(fields=trial.fields | dict(key_dim=d, value_dim=d))
-  results |= compare("the same at the best rates", trials, headings, variants)
+  results |= compare("smaller and larger memories, each at its best rate", trials, headings, variants)
   by_count = {name: (counts, results[name, usual].scores) for name in presets}
   by_size, ticks = {}, sorted((*sizes, usual))
   for name in sized: by_size[name] = ticks, np.stack([results[name, d].scores[:, 0] for d in ticks], axis=1)
@@ -567,44 +556,47 @@ def mqar(presets:tuple=("atlas", "omeganet", "swla", "titans", "deltanet", "line
   picture(Path(folder) / "mqar.png", "queries answered", panels)
   return results
 
-def niah() -> dict[str, Result]:
-  """The paper's Table 3 at small scale: a needle in a haystack, trained at one length, asked at up to 16 times that length.
+def niah() -> dict:
+  """The paper's Table 3 at small scale: a needle in a haystack, trained at one length, asked at up to 16 times it.
   The answer is generated, and must contain the value."""
   task, presets = data.task(NEEDLE.task), ("deltanet", "gated_deltanet", "titans", "omeganet", "atlas")
   lengths = [str((task.settings | variant)["length"]) for variant in task.variants()]
   trials = {name: NEEDLE._replace(preset=name) for name in presets}
   return compare("needle in a haystack, share of answers right", trials, lengths, task.variants())
 
-def scaling() -> dict[tuple[str, str], Result]:
+def scaling() -> dict:
   """The paper's Figure 8: validation loss on text against compute, three sizes of each model."""
   trials = {}
   for name in ("transformer++", "deltanet", "atlas"):
-    for dim in (32, 64, 128): trials[name, f"dim {dim}"] = TEXT._replace(preset=name, fields=dict(dim=dim, heads=dim // 16))
+    for dim in (32, 64, 128):
+      trials[name, f"dim {dim}"] = TEXT._replace(preset=name, fields=dict(dim=dim, heads=dim // 16))
   return compare("text", trials, ["bits per byte"])
 
 # *** streams far longer than the trained ones ***
 
 def hostile(tokens:int, vocab:int) -> np.ndarray:
-  """Four rows (4,tokens): one token repeated; a short pattern repeated; noise; and blocks of noise and of one token in turn."""
+  """Four rows (4,tokens): one token repeated; a short pattern repeated; noise; noise and one token in turn."""
   noise, position = np.random.default_rng(0).integers(0, vocab, tokens), np.arange(tokens)
   in_turn = np.where(position // 512 % 2, 7, noise)
   return np.stack([np.full(tokens, 7), position % 5, noise, in_turn]).astype(np.int32)
 
 def in_pieces(params:dict, cfg:atlas.Config, tokens:np.ndarray) -> Iterator[tuple[int, np.ndarray, dict]]:
-  """Reads a stream (B,T) in calls of 256 tokens.  Yields for each call the position of its first token, its logits, and the
-  state after it.  A jit cannot hold a state that grows with the stream: such a model reads all at once, and yields no state."""
-  if atlas.growing(cfg):                                 # attention row by row: a row's scores are the square of its length
+  """Reads a stream (B,T) in calls of 256 tokens; yields for each the position of its first token, its logits, and the
+  state after it.  A model whose state grows with the stream reads it in one call, because a jit cannot hold it, and
+  yields no state."""
+  if atlas.growing(cfg):                                 # attention row by row: the scores of a row take its square
     rows = [tokens] if cfg.mixer == "memory" else [row[None] for row in tokens]
     yield 0, np.concatenate([atlas.forward(params, cfg, Tensor(row.copy()))[0].numpy() for row in rows]), {}
     return
-  read_on, state = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state)), {}
+  state: dict = {}
+  read_on = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
   for at in range(0, tokens.shape[1], 256):
     x = Tensor(tokens[:, at:at + 256].copy())
     logits, state = read_on(x, state) if state else atlas.forward(params, cfg, x)
     state = {name: z.clone().realize() for name, z in state.items()}
     yield at, logits.numpy(), state
 
-AFTER = 4096                                             # tokens of text after the stream; the first 1,024 are not scored
+AFTER = 4096                                             # tokens of text after a stream; the first 1,024 have no score
 
 def text_bits(params:dict, cfg:atlas.Config, rows:np.ndarray) -> np.ndarray:
   """Bits per byte (B) of the scored part of the text that ends each row (B,T); NaN if a logit is not finite."""
@@ -618,15 +610,15 @@ def text_bits(params:dict, cfg:atlas.Config, rows:np.ndarray) -> np.ndarray:
   return np.concatenate(losses, axis=1).mean(1) / math.log(2)
 
 def recovery(params:dict, cfg:atlas.Config, text:data.Text, tokens:int=16_384) -> np.ndarray:
-  """Bits per byte of a text from its 1,024th token on (6): with nothing before it; after `tokens` of each hostile kind; after as
-  much of another text.  At most 8,192 tokens where the cost is their square."""
+  """Bits per byte of a text from its 1,024th token on (6): with nothing before it; after `tokens` of each hostile kind;
+  after as much of another text.  At most 8,192 tokens where the cost is their square."""
   if atlas.growing(cfg): tokens = min(tokens, 8192)
   after = text.val[None, :AFTER].astype(np.int32)
   before = np.concatenate([hostile(tokens, cfg.vocab), text.train[None, :tokens].astype(np.int32)])
   rows = np.concatenate([before, np.tile(after, (len(before), 1))], axis=1)
   return np.concatenate([text_bits(params, cfg, after), text_bits(params, cfg, rows)])
 
-def streams() -> dict[str, Result]:
+def streams() -> dict:
   """Models that were trained on short sequences read text after a long stream of something else."""
   trial = TEXT._replace(fields=dict(dim=32, layers=1, heads=2))
   presets = [name for name in atlas.PRESETS if not name.endswith(("mag", "mal", "mac"))]
