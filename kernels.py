@@ -1169,7 +1169,8 @@ def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor
     y, after = form(cfg, weights.get("a"), before, padded(q), keys, values, gates, chunks)
   new |= new_state(after, R) | {"position": position + T}
   if c > 1:
-    new |= {n: z[:, :, z.shape[2] - c + 1:] for n, z in streams.items()}
+    if state is None: streams = {n: z.pad((None, None, (c - 1, 0), None)) for n, z in streams.items()}
+    new |= {n: z[:, :, sizes(z)[2] - c + 1:] for n, z in streams.items()}
   y = y[:, :, front:front + T]
   if valid is not None:
     y = valid.where(y, math.nan)
