@@ -547,7 +547,7 @@ def hidden(params:dict, cfg:Config, tokens:Tensor, state:State|None=None) -> Mix
 
 def forward(params:dict, cfg:Config, tokens:Tensor, state:State|None=None) -> tuple[Tensor, State]:
   """tokens (B,T) of whole numbers, T >= 1 -> logits (B,T,vocab) float32, and the state after the last token.
-  A token outside the vocabulary (below 0, or vocab and above) is embedded as zeros, without a word: check data first.
+  Nothing checks tokens: from vocab on they are embedded as zeros, and negative ones count from the end, as indices do.
   state: what an earlier call returned; forward(a), then forward(b, state) equals forward(a + b).  It is a flat dict of
   Tensors, as TinyJit takes it, never changed in place.  A step of one token may be jitted: see room(cfg, state)."""
   x, after, _ = hidden(params, cfg, tokens, state)
@@ -570,7 +570,7 @@ def cross_entropy(logits:Tensor, targets:Tensor) -> Tensor:
   """Mean cross-entropy in nats over the targets (B,T) that are not -100; others outside the vocabulary count as 0."""
   return logits.sparse_categorical_crossentropy(targets, ignore_index=-100)
 def loss(params:dict, cfg:Config, tokens:Tensor, targets:Tensor) -> Tensor:
-  """The cross_entropy of targets (B,T) after tokens (B,T).  Nothing reports what is outside the vocabulary."""
+  """The cross_entropy of targets (B,T) after tokens (B,T).  Nothing checks either of them."""
   return cross_entropy(forward(params, cfg, tokens)[0], targets)
 
 # *** weights in files ***
