@@ -16,7 +16,7 @@ from tinygrad import Device, Tensor, UOp, codegen, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.jit import JitError
-from tinygrad.helpers import disable_gc
+from tinygrad.helpers import Context, disable_gc
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, PatternMatcher
@@ -458,14 +458,31 @@ class Compiled(NamedTuple):
   size:dict[str, int]     # how many numbers each holds
   program:UOp
 
+class LoopOrder:
+  """tinygrad's CFGContext for kernels whose nests wait for the one before: a loop comes after the one that ends before it, or
+  after the start of the loop around it.  The original walks the whole graph once for every loop."""
+  def __init__(self, sink:UOp):
+    self.edges:dict[UOp, UOp] = {}
+    loops, before = list[UOp](), list[UOp|None]([None])  # the loops that are open; what came before, in each of them
+    for u in sink.toposort():
+      if u.op is Ops.RANGE:
+        if (previous := before[-1]) is not None: self.edges[u] = previous
+        loops.append(u)
+        before.append(u)
+      if u.op is Ops.END:
+        assert loops.pop() is u.src[1]
+        before[-2:] = [u]
+
 @disable_gc()
 def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compiled:
-  """A compiled kernel.  Its code is kept and its thousands of operations are not: every pass over the graph would visit
-  them. The search for barriers around LOCAL memory is left out, since no kernel has such memory: the search visits all
-  that comes before the end of each loop."""
-  search, codegen.pm_implicit_barriers = codegen.pm_implicit_barriers, PatternMatcher([])
-  try: program = to_program(sink, Device[device].renderer)
-  finally: codegen.pm_implicit_barriers = search
+  """A compiled kernel.  Its code is kept and its thousands of operations are not: every pass over the graph would visit them.
+  Three passes of tinygrad cost the square of a kernel's length and are not needed here: the search for barriers around LOCAL
+  memory, the search for the order of loops, and the comparison of operations that are alike but for what they wait for."""
+  original = codegen.pm_implicit_barriers, codegen.CFGContext
+  codegen.pm_implicit_barriers, codegen.CFGContext = PatternMatcher([]), LoopOrder
+  try:
+    with Context(TUPLE_ORDER=0): program = to_program(sink, Device[device].renderer)
+  finally: codegen.pm_implicit_barriers, codegen.CFGContext = original
   place = {slot: n for n, slot in enumerate(program.arg.globals)}
   params = tuple(u.replace(arg=replace(u.arg, slot=place[u.arg.slot])) for u in program.src[1].src if u.op is Ops.PARAM)
   slots = {name: tuple(place[slot] for slot in getattr(program.arg, name)) for name in ("globals", "outs", "ins")}
