@@ -372,9 +372,10 @@ def gradients_in_pieces(cfg, W, x, sizes):
   Tensor.realize(*gradients)
   return [g.numpy() for g in gradients]
 
-def test_the_kernels_gradients_are_those_of_the_operations_through_the_state_too():
+@pytest.mark.parametrize("case", ["linear-identity-l2-momentum-3-4",
+                                  pytest.param("mlp-identity-l2-momentum-3-4", marks=runs)])
+def test_the_kernels_gradients_are_those_of_the_operations_through_the_state_too(case):
   """Two calls, the second starting inside a chunk: gradients flow back through base, M, S and the window's tail."""
-  case = "mlp-identity-l2-momentum-3-4"
   W, x = problem(from_case(case), T=12, d=2, dv=2)
   ops, fused = [gradients_in_pieces(cfg, W, x, (6, 6)) for cfg in forms(case)]
   for g, expected in zip(fused, ops):
@@ -430,7 +431,7 @@ def test_window_1_chunk_1_linear_is_the_textbook_delta_rule():
     ys.append(M @ q[t])
   assert relative(read(cfg, W, x)[0, 0], np.stack(ys)) < 1e-5
 
-@pytest.mark.parametrize("features,similarity", [("identity", lambda scores: scores), ("exp", np.exp)])
+@pytest.mark.parametrize("features,similarity", [("identity", np.positive), ("exp", np.exp)])
 def test_dot_loss_is_linear_attention_and_with_an_expansion_unnormalised_attention(features, similarity):
   cfg = from_case(f"linear-{features}-dot-gd-1-4")
   W, x = problem(cfg, anchors=0)
@@ -521,12 +522,12 @@ def test_without_muon_nothing_of_size_tokens_by_weights_exists():
 def test_the_stock_form_launches_few_kernels_a_chunk():
   """What a GPU pays for a longer sequence: 24 kernels a chunk, forward and backward."""
   cfg, launches = rule(memory="mlp", window=3, forget=True, chunk=4, backend="ops"), []
-  for T in (8, 16):
+  for T in (16, 32):
     W, x = map(tensors, problem(cfg, T=T))
     y = kernels.memory(cfg, W, **x)[0]
     gradients = y.square().sum().gradient(*W.values(), *x.values())
     launches.append(len(y.schedule_linear(*gradients).src))
-  assert 4 < (launches[1] - launches[0]) / 2 <= 24
+  assert 4 < (launches[1] - launches[0]) / 4 <= 24
 
 # *** the model: one small model per preset, whose compiled calls serve all its tests ***
 
@@ -605,8 +606,9 @@ def test_a_stream_may_be_cut_anywhere(name):
     logits, state = m.step(m.tokens[:, t:t + 1], state)
     steps.append(logits)
   stream = np.concatenate(steps, 1)
+  kind, bound = ("Muon", 1e-3) if m.cfg.optimizer == "muon" else ("gradient steps", 1e-5)
   for result, expected in ((stream[:, :T], m.eager), (inside, stream[:, 1:T + 1]), (border, stream[:, T:])):
-    assert record("streamed against at once", relative(result, expected)) < 2e-4
+    assert record(f"streamed against at once, {kind}", relative(result, expected)) < bound
   assert shapes == {n: z.shape for n, z in state.items()}
   assert int(state["position"].item()) == 2 * T
 
