@@ -631,7 +631,7 @@ CHECKPOINT = "out/step_00000010.safetensors"
 PLACES = ["text.txt", "out", "empty", "nowhere", "text.txt/x", CHECKPOINT, ".", "..", "/dev/null", "/dev/zero", "loop"]
 NAMES = atlas.CHOICES | {
   "mode": train.MODES, "preset": list(atlas.PRESETS), "size": list(atlas.SIZES), "text": ["filler", "python", *PLACES],
-  "presets": ["atlas,dot", "swa", ",", "atlas,"], "lengths": ["8", "8,16", "8,x", "8,,9"], "kind": ["pk", "n", "w"]}
+  "presets": ["atlas,dot", "swa", ",", "atlas,"], "lengths": ["8,16", "8,x", "8,,9", "0"], "kind": ["pk", "n", "w"]}
 INTEGERS = st.integers(-1, 40) | st.sampled_from([64, 256, 4096, 65536, 10 ** 6, 2 ** 31 - 1])
 KINDS = {int: INTEGERS, float: st.floats(0, 4) | st.floats(), bool: st.booleans(), str: st.sampled_from(PLACES)}
 
