@@ -388,7 +388,8 @@ def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
   if cfg.mixer != "memory": token += 2.6 * cfg.heads * (min(length, 2 * cfg.attn_window) if cfg.attn_window else length)
   if cfg.mixer != "attention":
     rows = 1 + (cfg.window - 1) / cfg.chunk              # of a chunk with the tokens before it that its windows reach
-    token += sum(heads * (rows * (o + i) + o * i / cfg.chunk) for heads, o, i in atlas.memory_shapes(cfg).values())
+    stored = 1 / cfg.chunk if cfg.features == "exp" or kernels.takes_fused(cfg, Tensor.empty(1)) else 4       # matrices
+    token += sum(heads * (rows * (o + i) + o * i * stored) for heads, o, i in atlas.memory_shapes(cfg).values())
     if process: process += (120e6 if cfg.memory != "linear" else 0) + (80e6 if cfg.optimizer == "muon" else 0)
   return process + 24 * atlas.parts(cfg)["total"] + 4 * batch * length * (cfg.layers * token + 2 * cfg.vocab)
 
