@@ -478,11 +478,13 @@ def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compi
   """A compiled kernel.  Its code is kept and its thousands of operations are not: every pass over the graph would visit them.
   Three passes of tinygrad cost the square of a kernel's length and are not needed here: the search for barriers around LOCAL
   memory, the search for the order of loops, and the comparison of operations that are alike but for what they wait for."""
-  original = codegen.pm_implicit_barriers, codegen.CFGContext
-  codegen.pm_implicit_barriers, codegen.CFGContext = PatternMatcher([]), LoopOrder
+  replaced = {"pm_implicit_barriers": PatternMatcher([]), "CFGContext": LoopOrder}
+  original = {name: getattr(codegen, name) for name in replaced}
+  for name, x in replaced.items(): setattr(codegen, name, x)
   try:
     with Context(TUPLE_ORDER=0): program = to_program(sink, Device[device].renderer)
-  finally: codegen.pm_implicit_barriers, codegen.CFGContext = original
+  finally:
+    for name, x in original.items(): setattr(codegen, name, x)
   place = {slot: n for n, slot in enumerate(program.arg.globals)}
   params = tuple(u.replace(arg=replace(u.arg, slot=place[u.arg.slot])) for u in program.src[1].src if u.op is Ops.PARAM)
   slots = {name: tuple(place[slot] for slot in getattr(program.arg, name)) for name in ("globals", "outs", "ins")}
