@@ -459,8 +459,8 @@ class Compiled(NamedTuple):
   program:UOp
 
 class LoopOrder:
-  """tinygrad's CFGContext for kernels whose nests wait for the one before: a loop comes after the one that ends before it, or
-  after the start of the loop around it.  The original walks the whole graph once for every loop."""
+  """tinygrad's CFGContext for kernels whose nests wait for the one before: a loop comes after the one that ends before
+  it, or after the start of the loop around it.  The original walks the whole graph once for every loop."""
   def __init__(self, sink:UOp):
     self.edges:dict[UOp, UOp] = {}
     loops, before = list[UOp](), list[UOp|None]([None])  # the loops that are open; what came before, in each of them
@@ -475,9 +475,9 @@ class LoopOrder:
 
 @disable_gc()
 def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compiled:
-  """A compiled kernel.  Its code is kept and its thousands of operations are not: every pass over the graph would visit them.
-  Three passes of tinygrad cost the square of a kernel's length and are not needed here: the search for barriers around LOCAL
-  memory, the search for the order of loops, and the comparison of operations that are alike but for what they wait for."""
+  """A compiled kernel.  Its code is kept and its thousands of operations are not, since every pass over the graph would
+  visit them.  Three passes cost the square of a kernel's length and are not needed: the search for barriers around
+  LOCAL memory, the search for the order of loops, and the comparison of operations that differ only in their waits."""
   replaced = {"pm_implicit_barriers": PatternMatcher([]), "CFGContext": LoopOrder}
   original = {name: getattr(codegen, name) for name in replaced}
   for name, x in replaced.items(): setattr(codegen, name, x)
