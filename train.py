@@ -391,6 +391,7 @@ def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
     stored = 1 / cfg.chunk if cfg.features == "exp" or kernels.takes_fused(cfg, Tensor.empty(1)) else 4       # matrices
     token += sum(heads * (rows * (o + i) + o * i * stored) for heads, o, i in atlas.memory_shapes(cfg).values())
     if process: process += (120e6 if cfg.memory != "linear" else 0) + (80e6 if cfg.optimizer == "muon" else 0)
+    if process and cfg.mixer == "mac": process += 90e6 * cfg.layers * -(-length // cfg.attn_window)    # segments
   return process + 24 * atlas.parts(cfg)["total"] + 4 * batch * length * (cfg.layers * token + 2 * cfg.vocab)
 
 # *** the step cache ***
