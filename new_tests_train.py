@@ -11,7 +11,8 @@ from test_atlas import small
 from test_train import TASKED, TINY, last_error, process, result, text, ten, mine, together, rows  # noqa: F401
 
 RUNS = pytest.mark.runs
-QUICK = ["preset=deltanet", "layers=1", "dim=16", "heads=1", "key_dim=4", "value_dim=4", "chunk=4", "length=16", "batch=1",
+QUICK = ["preset=deltanet", "layers=1", "dim=16", "heads=1", "key_dim=4", "value_dim=4", "chunk=4",
+         "length=16", "batch=1",
          "tokens=3", "eval_every=0", "save_every=0"]
 
 def alone(words, folder, **env):

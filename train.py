@@ -805,7 +805,7 @@ def opened(run:Run, cfg:atlas.Config, task:data.Task|None, named:bool) -> Source
   advice = f"the model vocab={cfg.vocab}: give the task vocab="
   refuse(task.vocab > cfg.vocab, f"task={run.task} has {task.vocab} tokens, {advice}")
   highest = max(int(z.max()) for z in task.batch(1, run.seed, 0))
-  refuse(highest >= cfg.vocab, f"task={run.task} has token {highest}, outside of {advice}")
+  refuse(highest >= cfg.vocab, f"task={run.task} has token {highest}, outside vocab={cfg.vocab}: give the task vocab=")
   return task
 
 def restored(run:Run, cfg:atlas.Config, start:data.Saved, source:Source|None, lines:bool) -> dict:
