@@ -1,5 +1,5 @@
-"""Claims about runs that meet trouble: variables of tinygrad, caches, signals, terminals, files from elsewhere, scores."""
-import contextlib, io, json, os, pickle, re, shutil, signal, subprocess, sys, threading, time
+"""Claims about runs that meet trouble: tinygrad's variables, caches, signals, terminals, foreign files, scores."""
+import io, json, os, re, shutil, signal, subprocess, sys, threading
 from pathlib import Path
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ from test_atlas import small
 from test_train import TASKED, TINY, last_error, process, result, text, ten, mine, together, rows  # noqa: F401
 
 RUNS = pytest.mark.runs
-QUICK = ["preset=deltanet", "layers=1", "dim=16", "heads=1", "key_dim=4", "value_dim=4", "chunk=4", "length=16", "batch=1", "tokens=3",
-         "eval_every=0", "save_every=0"]
+QUICK = ["preset=deltanet", "layers=1", "dim=16", "heads=1", "key_dim=4", "value_dim=4", "chunk=4",
+         "length=16", "batch=1",
+         "tokens=3", "eval_every=0", "save_every=0"]
 
 def alone(words, folder, **env):
   """A command line in a process of its own, with a cache of its own; what it printed."""
@@ -21,9 +22,11 @@ def alone(words, folder, **env):
 
 # *** tinygrad's variables ***
 
-@pytest.mark.parametrize("name,word", {"DEFAULT_FLOAT": "HALF", "DEFAULT_INT": "INT64", "OPTIM_DTYPE": "bfloat16", "SUM_DTYPE": "half",
-                                       "CONST_LR": "1"}.items())
-def test_a_variable_that_changes_types_is_refused_before_anything_is_written(name, word, text, tmp_path, monkeypatch, capsys):
+VARIABLES = {"DEFAULT_FLOAT": "HALF", "DEFAULT_INT": "INT64", "OPTIM_DTYPE": "bfloat16", "SUM_DTYPE": "half",
+             "CONST_LR": "1"}
+
+@pytest.mark.parametrize("name,word", VARIABLES.items())
+def test_a_variable_that_changes_types_is_refused_and_nothing_written(name, word, text, tmp_path, monkeypatch, capsys):
   monkeypatch.setenv(name, word)
   assert train.main([*QUICK, text, f"out={tmp_path / 'o'}"]) == 2
   assert last_error(capsys).startswith(f"error: {name}={word} changes the types") and not (tmp_path / "o").exists()
@@ -87,7 +90,8 @@ def test_a_database_that_cannot_be_used_is_named_in_one_line_and_the_run_goes_on
     env = {"CACHEDB": "/nowhere/at/all/cache.db"} if os.getuid() else {"CACHEDB": "/dev/null/cache.db"}
   done = alone([*QUICK, text, "steps=2", f"out={tmp_path / 'o'}"], tmp_path, **env)
   warnings = [line for line in done.stderr.decode().replace("\r", "\n").splitlines() if "cache" in line]
-  assert done.returncode == 0 and len(warnings) == 1 and "cannot be used" in warnings[0] and b"Traceback" not in done.stderr
+  assert done.returncode == 0 and len(warnings) == 1 and "cannot be used" in warnings[0]
+  assert b"Traceback" not in done.stderr
 
 def test_a_run_in_another_thread_than_the_first_one_ends_well(text, tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(CACHELEVEL, "value", CACHELEVEL.value)
@@ -167,7 +171,8 @@ def test_pipes_that_close_and_names_that_are_not_ascii_end_in_no_traceback(text,
   words = [*QUICK, f"data={tmp_path}/t\u00e9xt \u0416.txt", "steps=2", f"out={tmp_path / 'o'}"]
   done = alone(words, tmp_path, PYTHONIOENCODING="ascii")
   assert done.returncode == 0 and b"t\\xe9xt \\u0416.txt" in done.stdout and b"Traceback" not in done.stderr
-  line = f"{sys.executable} -u {train.__file__} mode=sample tokens=200 temperature=5 top_k=0 out={tmp_path / 'o'} | head -c 40 >/dev/null"
+  sample = f"{sys.executable} -u {train.__file__} mode=sample tokens=200 temperature=5 top_k=0 out={tmp_path / 'o'}"
+  line = f"{sample} | head -c 40 >/dev/null"
   done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], cwd=tmp_path, capture_output=True)
   assert done.returncode == 0 and not re.search(b"Traceback|Broken|Exception", done.stderr)
 
@@ -187,11 +192,12 @@ def test_init_from_brings_its_settings_and_names_those_that_contradict(text, tmp
 
 # *** scores ***
 
-def test_text_named_for_evaluation_is_evaluated_whole_and_a_short_one_in_a_shorter_window(tmp_path, monkeypatch, capsys):
+def test_text_named_for_evaluation_is_read_whole_and_a_short_one_in_a_shorter_window(tmp_path, capsys):
   cfg, path = small("deltanet", vocab=256), tmp_path / "t.txt"
   params, start = atlas.init(cfg), tmp_path / "step"
   path.write_bytes(b"abcdefgh" * 5 + b"!")
-  def whole(vocab): return train.opened(train.Run(mode="eval", data=str(path)), small("deltanet", vocab=vocab), None, True)
+  run = train.Run(mode="eval", data=str(path))
+  def whole(vocab): return train.opened(run, small("deltanet", vocab=vocab), None, True)
   source = whole(256)
   assert len(source.val) == 41
   evaluate.positions(params, cfg, source, start, 2, 10)
@@ -214,17 +220,19 @@ def test_a_prompt_comes_from_a_file(tmp_path):
   path.write_bytes(b"")
   with pytest.raises(ValueError, match="is empty"): evaluate.prompt_ids(f"@{path}", cfg, True)
 
-@pytest.mark.parametrize("name", ["titans", pytest.param("titans_mac", marks=RUNS), pytest.param("transformer++", marks=RUNS)])
+@pytest.mark.parametrize("name", ["titans", *(pytest.param(n, marks=RUNS) for n in ("titans_mac", "transformer++"))])
 def test_long_rows_are_read_in_pieces_with_the_same_values(name, monkeypatch):
   cfg = small(name, vocab=256)
   params, pairs = atlas.init(cfg, 1), [(b"ab" * 40, b"c" * 50), (b"x", b"yz"), (b"", b"q" * 90)]
   whole = evaluate.likelihoods(params, cfg, pairs, 2)
   monkeypatch.setattr(evaluate, "PIECE", 30)
-  for (a, b), (c, d) in zip(evaluate.likelihoods(params, cfg, pairs, 2), whole): assert a == pytest.approx(c, rel=1e-4) and b == d
+  for (a, b), (c, d) in zip(evaluate.likelihoods(params, cfg, pairs, 2), whole):
+    assert a == pytest.approx(c, rel=1e-4) and b == d
 
 def test_a_task_without_validation_is_never_scored(tmp_path, capsys):
-  words = [*TASKED, "preset=deltanet", "task=mqar:pairs=2", "vocab=40", "length=12", "batch=2", "steps=1", "eval_every=0", f"out={tmp_path}"]
-  assert train.main(words) == 0 and "as given" not in capsys.readouterr().out and not (tmp_path / "accuracy.csv").exists()
+  words = [*TASKED, "preset=deltanet", "task=mqar:pairs=2", "vocab=40", "length=12", "batch=2", "steps=1"]
+  assert train.main([*words, "eval_every=0", f"out={tmp_path}"]) == 0 and "as given" not in capsys.readouterr().out
+  assert not (tmp_path / "accuracy.csv").exists()
 
 def test_task_tokens_outside_the_vocabulary_are_refused(tmp_path, monkeypatch, capsys):
   original = data.copy
@@ -243,7 +251,9 @@ def test_a_file_that_is_not_signed_is_loaded_with_a_line_that_says_so(mine, ten,
   saved = data.read_file(path)
   meta = {"format": data.FORMAT} | {name: json.dumps(x) for name, x in saved.meta.items()}
   tensors = {name: Tensor(t.numpy()) for name, t in saved.tensors.items()}
-  safe_save(tensors, str(path), meta)                    # as another tool writes it
+  del saved                                              # tinygrad maps a path once, as long as a tensor of it lives
+  safe_save(tensors, str(out / "again"), meta)           # as another tool writes it
+  (out / "again").replace(path)
   assert train.main([*command, "resume=1", "steps=0"]) == 0
   assert f"{path} is unsigned" in last_error(capsys)
 
@@ -259,7 +269,8 @@ def test_a_data_file_that_changes_ends_a_run_in_one_line_with_its_steps_saved(mi
   assert train.main([*command, "resume=1", "steps=20", "save_every=0"]) == 1
   error = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line.startswith("error")]
   path = train.checkpoints(out)[-1]
-  assert len(error) == 1 and "was changed" in error[0] and str(path) in error[0] and path.name == "step_00000013.safetensors"
+  assert len(error) == 1 and "was changed" in error[0] and str(path) in error[0]
+  assert path.name == "step_00000013.safetensors"
 
 @together
 def test_a_resumed_run_notices_another_text_of_the_same_length(mine, ten, tmp_path, capsys):

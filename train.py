@@ -391,6 +391,7 @@ def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
     stored = 1 / cfg.chunk if cfg.features == "exp" or kernels.takes_fused(cfg, Tensor.empty(1)) else 4       # matrices
     token += sum(heads * (rows * (o + i) + o * i * stored) for heads, o, i in atlas.memory_shapes(cfg).values())
     if process: process += (120e6 if cfg.memory != "linear" else 0) + (80e6 if cfg.optimizer == "muon" else 0)
+    if process and cfg.mixer == "mac": process += 90e6 * cfg.layers * -(-length // cfg.attn_window)    # segments
   return process + 24 * atlas.parts(cfg)["total"] + 4 * batch * length * (cfg.layers * token + 2 * cfg.vocab)
 
 # *** the step cache ***
@@ -804,7 +805,7 @@ def opened(run:Run, cfg:atlas.Config, task:data.Task|None, named:bool) -> Source
   advice = f"the model vocab={cfg.vocab}: give the task vocab="
   refuse(task.vocab > cfg.vocab, f"task={run.task} has {task.vocab} tokens, {advice}")
   highest = max(int(z.max()) for z in task.batch(1, run.seed, 0))
-  refuse(highest >= cfg.vocab, f"task={run.task} has token {highest}, outside of {advice}")
+  refuse(highest >= cfg.vocab, f"task={run.task} has token {highest}, outside vocab={cfg.vocab}: give the task vocab=")
   return task
 
 def restored(run:Run, cfg:atlas.Config, start:data.Saved, source:Source|None, lines:bool) -> dict:
