@@ -603,7 +603,9 @@ def test_the_commands_of_readme_and_results_are_accepted(folder, capsys):
   Path("lines.jsonl").write_text(DOCUMENTS.split("```json\n")[1].split("```")[0])
   kinds = [kind for kind, _ in evaluate.json_lines(Path("lines.jsonl"))[0]]
   assert kinds == ["choice", "choice", "recall", "last"] and len(commands("train")) > 10
+  added = re.findall(r'^\+ *"(\w+)": ', DOCUMENTS, re.M)  # rows that README.md adds to the rule: not there before
   for line in commands("train"):
+    if any(word.partition("=")[2] in added for word in line): continue
     assert train.main([*line, "steps=0"]) == 0 or re.search("has no (checkpoint|log)", error_line(capsys)), line
   for line in commands("data"): assert line == ["TASK"] or data.shown(line) == 0, line
   for line in commands("experiments"): assert line == ["NAME"] or line[0] in experiments.EXPERIMENTS, line
