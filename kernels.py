@@ -7,7 +7,7 @@ loop nests of them and their adjoints; dense products (`matmul`); the recurrence
 which takes one of the forms.
 """
 from __future__ import annotations
-import contextlib, functools, itertools, math, os, sys
+import contextlib, functools, itertools, math, operator, os, sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, cast
@@ -21,9 +21,9 @@ from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, PatternMatcher
 from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, by_expansion, by_ops, feature_size,
-                  for_batch, gradients, monomial_scales, monomial_table, named, newton_schulz, part_of, phi,
-                  sizes, to_multiple, with_entries)
-__all__ = ["apply", "feature_size", "for_batch", "initial_state", "matmul", "memory", "newton_schulz", "phi", "recall"]
+                  for_batch, gradients, monomial_scales, monomial_table, named, part_of, phi, sizes, to_multiple,
+                  with_entries)
+from rule import newton_schulz  # noqa: F401  # part of the interface, with phi, apply and feature_size
 
 # tinygrad's CPU device calls clang.  The `cpu` extra puts one beside this Python that is newer than most systems' own.
 clang = Path(sys.executable).parent / "clang"
@@ -51,27 +51,24 @@ def divisor(n:int, *preferred:int) -> int:
 def constant(x:float) -> UOp: return UOp.const(x, dtypes.float)
 
 def product_of(factors:list) -> Any:
-  return functools.reduce(lambda x, y: x * y, factors)
+  return functools.reduce(operator.mul, factors)
 
 class Matrix:
   """An expression.  Element (i, j) is f(i, j, *elements (i, j) of the stored matrices `leaves`); a leaf of one row or
   column repeats it.  Its operations are those of a Tensor of two axes, and what they cannot do they refuse."""
   dtype = dtypes.float
-  def __init__(self, kernel:Kernel, shape:tuple[int, int], leaves:tuple[Stored, ...], f:Any):
+  def __init__(self, kernel:Kernel, shape:tuple[int, ...], leaves:tuple[Stored, ...], f:Any):
     self.kernel, self.shape, self.leaves, self.f = kernel, shape, leaves, f
-  def map(self, op:Callable, *others:Any) -> Matrix:
+  def map(self, op, *others:Any):
     """op on every element, and on those of the others, which are matrices or numbers."""
     parts = [self.operand(x) for x in (self, *others)]
     leaves = tuple(dict.fromkeys(leaf for p in parts for leaf in p.leaves))
     places = [[leaves.index(leaf) for leaf in p.leaves] for p in parts]
     def f(i, j, *x):
       return op(*[p.f(i, j, *[x[n] for n in at]) for p, at in zip(parts, places)])
-    shape = max(p.shape[0] for p in parts), max(p.shape[1] for p in parts)
-    for p in parts:
-      if any(n not in (1, size) for n, size in zip(p.shape, shape)):
-        raise ValueError(f"matrices of shapes {[p.shape for p in parts]} do not broadcast")
+    shape = np.broadcast_shapes(*[p.shape for p in parts])
     return Matrix(self.kernel, shape, leaves, f)
-  def operand(self, x:Any) -> Matrix:
+  def operand(self, x):
     if isinstance(x, Product): return x.stored()
     return x if isinstance(x, Matrix) else Matrix(self.kernel, (1, 1), (), lambda i, j: x)
   def __add__(self, other):
@@ -86,10 +83,10 @@ class Matrix:
   def __radd__(self, other): return self + other
   def __rsub__(self, other): return -self + other
   def __rmul__(self, other): return self * other
-  def __pow__(self, n:int):
+  def __pow__(self, n):
     if type(n) is not int or n < 1: raise NotImplementedError(f"a matrix inside a kernel to the power of {n!r}")
     return self.map(lambda x: product_of([x] * n))
-  def __matmul__(self, other:Matrix):
+  def __matmul__(self, other):
     if self.shape[1] != other.shape[0]: raise ValueError(f"matrices of {self.shape} and {other.shape} do not multiply")
     return Product(self.kernel, self.stored(), other.stored())
   def square(self): return self ** 2
@@ -105,23 +102,23 @@ class Matrix:
     axes = {n % 2 for n in ((axis,) if isinstance(axis, int) else axis)}
     if not keepdim: raise NotImplementedError("a sum inside a kernel keeps its axes: give keepdim=True")
     return self.kernel.sum(self, axes)
-  def mean(self, axis:int|tuple[int, ...]=(-2, -1), keepdim:bool=False):
+  def mean(self, axis=(-2, -1), keepdim=False):
     total = self.sum(axis, keepdim)
     return total * (total.shape[0] * total.shape[1] / (self.shape[0] * self.shape[1]))
-  def cat(self, other:Matrix, dim:int=0) -> Stored:
+  def cat(self, other, dim=0):
     if dim % 2 != 1: raise NotImplementedError(f"matrices inside a kernel are joined along dim=-1, not dim={dim}")
     R, n, m = max(self.shape[0], other.shape[0]), self.shape[1], other.shape[1]
     out = self.kernel.new((R, n + m))
     self.kernel.assign(out.block(0, R, 0, n), self)
     self.kernel.assign(out.block(0, R, n, m), other)
     return out
-  def transpose(self, dim0:int=-2, dim1:int=-1) -> Stored:
+  def transpose(self, dim0=-2, dim1=-1):
     if {dim0 % 2, dim1 % 2} != {0, 1}: raise NotImplementedError(f"transpose({dim0}, {dim1}) inside a kernel")
     return self.stored().swapped()
-  def eye(self, n:int, dtype=dtypes.float) -> Matrix:
+  def eye(self, n, dtype=dtypes.float):
     if dtype != dtypes.float: raise NotImplementedError(f"matrices inside a kernel are float32, not {dtype}")
     return Matrix(self.kernel, (n, n), (), lambda i, j: i.eq(j).where(constant(1.0), constant(0.0)))
-  def iterate(self, steps:int, body:Callable, carry:tuple) -> tuple:
+  def iterate(self, steps, body, carry):
     return self.kernel.iterate(steps, body, carry)
   def contiguous(self): return self.stored()
   def contiguous_backward(self): return self
@@ -157,7 +154,7 @@ class Stored(Matrix):
   """A matrix in memory: element (i, j) lies at start + i rows + j cols of a buffer.  A buffer of None means that the
   value is not wanted.  `grad` is where its gradient is stored, if it has one; `row` maps row numbers to rows of
   memory."""
-  def __init__(self, kernel:Kernel, buffer:UOp|None, shape:tuple[int, int], start:Any, rows:int, cols:int=1,
+  def __init__(self, kernel:Kernel, buffer:UOp|None, shape:tuple[int, ...], start:Any, rows:int, cols:int=1,
                grad:Any=None, row:Callable|None=None):
     super().__init__(kernel, shape, (self,), lambda i, j, x: x)
     self.buffer, self.start, self.rows, self.cols, self.grad, self.row = buffer, start, rows, cols, grad, row
@@ -166,15 +163,15 @@ class Stored(Matrix):
     if self.shape[0] == 1: i = 0
     if self.shape[1] == 1: j = 0
     return self.start + (self.row(i) if self.row else i) * self.rows + j * self.cols
-  def view(self, shape:tuple[int, int], start:Any, rows:int, cols:int) -> Stored:
+  def view(self, shape, start, rows, cols):
     """Other rows and columns of the same memory, and of its gradient."""
     def make():
       grad = self.grad and self.grad.view(shape, start, rows, cols)
       return Stored(self.kernel, self.buffer, shape, self.start + start, rows, cols, grad)
     return self.kernel.memo((self, shape, start, rows, cols), make)
-  def swapped(self) -> Stored:
+  def swapped(self):
     return self.view(self.shape[::-1], 0, self.cols, self.rows)
-  def block(self, i:Any, R:int, j:int=0, C:int|None=None) -> Stored:
+  def block(self, i, R, j=0, C=None):
     """R rows from row i, and C columns from column j (None: all)."""
     return self.view((R, self.shape[1] if C is None else C), i * self.rows + j * self.cols, self.rows, self.cols)
   def stored(self): return self
@@ -201,7 +198,7 @@ class Kernel:
     self.memos:list[dict] = [{}]                                             # views and copies made in this loop
     self.keeping = False                                                     # every turn of a scan keeps its scratch
     self.ids, self.turns, self.flops = itertools.count(), 1, 0
-  def memo(self, key, make:Callable):
+  def memo(self, key, make):
     for known in self.memos:
       if key in known: return known[key]
     return self.memos[-1].setdefault(key, make())
@@ -217,22 +214,23 @@ class Kernel:
     self.wait = (self.wait[0].end(r),)
     self.turns //= size
   @contextlib.contextmanager
-  def cells(self, shape:tuple[int, int], tall:bool) -> Iterator[tuple[UOp, UOp]]:
+  def cells(self, shape:tuple[int, ...], tall:bool) -> Iterator[tuple[UOp, UOp]]:
     """All (i, j) of a shape; the inner loop runs along memory: along the columns of a tall matrix."""
     with self.loop(shape[tall]) as outer:
       with self.loop(shape[not tall]) as inner: yield (inner, outer) if tall else (outer, inner)
-  def code(self, name:str, numbers:int) -> UOp|None:
+  def code(self, name, numbers):
     """All of it, for the compiler.  numbers: how many its arguments hold.  None when the kernel was quiet."""
     if not self.wait: return None
     estimates = Estimates(self.flops, 4 * numbers, 4 * numbers)
     return self.wait[0].sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates), tag=1)
-  def load(self, m:Stored, i, j, wait=None) -> UOp:
+  def load(self, m, i, j, wait=None):
     assert m.buffer is not None
     return m.buffer.after(*(self.wait if wait is None else wait))[m.at(i, j)]
-  def store(self, m:Stored, i, j, value:UOp):
+  def store(self, m, i, j, value):
     if self.quiet or m.buffer is None: return
+    if isinstance(value, float): value = constant(value)
     self.wait = (m.buffer.after(*self.wait)[m.at(i, j)].store(value),)
-  def new(self, shape:tuple[int, int], like:tuple=()) -> Stored:
+  def new(self, shape, like=()):
     """Scratch memory for a matrix, in the order of the one it is made of; with a gradient while there is a tape."""
     if like and like[0].shape == shape and like[0].tall:
       return self.new(shape[::-1]).transpose()
@@ -244,17 +242,19 @@ class Kernel:
     return Stored(self, self.values, shape, self.origin + (self.used - size), shape[1], 1, grad)
 
   # nests
-  def fill(self, buffer:UOp, start, size:int):
+  def fill(self, buffer, start, size):
     if self.quiet: return
-    with self.loop(size) as j: self.store(Stored(self, buffer, (1, size), start, size), 0, j, constant(0.0))
-  def elements(self, leaves, i, j, wait) -> list[UOp]:
+    with self.loop(size) as j:
+      self.store(Stored(self, buffer, (1, size), start, size), 0, j, 0.0)
+  def elements(self, leaves, i, j, wait):
     return [self.load(m, i, j, wait) for m in leaves]
-  def each(self, out:Stored, f:Callable, leaves):
+  def each(self, out, f, leaves):
     """out[i,j] = f(i, j, elements)."""
     if self.quiet: return
     before = self.wait
-    with self.cells(out.shape, out.tall) as (i, j): self.store(out, i, j, f(i, j, *self.elements(leaves, i, j, before)))
-  def add(self, outs:list[Stored], fs:list[Callable], leaves, shape:tuple[int, int]):
+    with self.cells(out.shape, out.tall) as (i, j):
+      self.store(out, i, j, f(i, j, *self.elements(leaves, i, j, before)))
+  def add(self, outs, fs, leaves, shape):
     """Every out[i,j] += its f(i, j, elements), over shape; an out of one row or column takes the sum."""
     if self.quiet: return
     before = self.wait
@@ -262,7 +262,7 @@ class Kernel:
       values = self.elements(leaves, i, j, before)
       sums = [self.load(out, i, j) + f(i, j, *values) for out, f in zip(outs, fs)]
       for out, total in zip(outs, sums): self.store(out, i, j, total)
-  def gather(self, out:Stored, f:Callable, leaves, shape:tuple[int, int]):
+  def gather(self, out, f, leaves, shape):
     """out[i] += sum_j f(i, j, elements), for every row, or one sum for all when out has one element.  The inner loop
     adds to several lanes side by side, which do not wait for each other."""
     if self.quiet: return
@@ -274,10 +274,11 @@ class Kernel:
     before, n, one_sum = self.wait, divisor(shape[1], 16, 8, 4), out.shape[0] == 1
     lanes, total = self.register(n, n), self.register(1, 0)
     def clear():
-      with self.loop(n) as lane: self.store(lanes, 0, lane, constant(0.0))
+      with self.loop(n) as lane: self.store(lanes, 0, lane, 0.0)
     def finish(i):
       self.store(total, 0, 0, self.load(out, i, 0))
-      with self.loop(n) as lane: self.store(total, 0, 0, self.load(total, 0, 0) + self.load(lanes, 0, lane))
+      with self.loop(n) as lane:
+        self.store(total, 0, 0, self.load(total, 0, 0) + self.load(lanes, 0, lane))
       self.store(out, i, 0, self.load(total, 0, 0))
     if one_sum: clear()
     with self.loop(shape[0]) as i:
@@ -288,9 +289,9 @@ class Kernel:
           self.store(lanes, 0, lane, self.load(lanes, 0, lane) + f(i, j, *self.elements(leaves, i, j, before)))
       if not one_sum: finish(i)
     if one_sum: finish(0)
-  def register(self, n:int, slot:int) -> Stored:
+  def register(self, n, slot):
     return Stored(self, UOp.placeholder((n,), dtypes.float, slot, addrspace=AddrSpace.REG), (1, n), 0, n)
-  def copied(self, m:Stored) -> Stored:
+  def copied(self, m):
     """A copy of m whose rows lie along memory.  No gradient belongs to it."""
     def make():
       tape, self.tape = self.tape, None
@@ -308,7 +309,7 @@ class Kernel:
       out, x, y, start = out.transpose(), y.transpose(), x.transpose(), start and start.flip()
     (R, C), K = out.shape, x.shape[1]
     if R == 1 and y.tall and start is None:                # a row times columns that lie along memory: dot products
-      if not add: self.each(out, lambda i, j: constant(0.0), ())
+      if not add: self.each(out, lambda i, j: 0.0, ())
       return self.gather(out.transpose(), lambda i, j, a, b: a * b * scale, (y.transpose(), x), (C, K))
     if y.cols != 1 and C > 1: y = self.copied(y)
     height, width, depth = divisor(R, 4, 3, 2), divisor(C, 24, 32, 16, 8), K
@@ -321,7 +322,7 @@ class Kernel:
       """Where the sums of an element start."""
       if start: return start.f(i, j, *self.elements(start.leaves, i, j, before))
       if add: return self.load(out, i, j)
-      return block.eq(0).where(0.0, self.load(out, i, j)) if depth < K else constant(0.0)
+      return block.eq(0).where(0.0, self.load(out, i, j)) if depth < K else 0.0
     with self.loop(K // depth) as block:
       with self.loop(C // width) as column:
         part = y.block(block * depth, depth, column * width, width)
@@ -332,7 +333,7 @@ class Kernel:
           with self.loop(width) as lane:
             j = column * width + lane
             for i, t in zip(rows, tile):
-              self.store(t, 0, lane, first(block, i, j, before) if scale == 1.0 else constant(0.0))
+              self.store(t, 0, lane, first(block, i, j, before) if scale == 1.0 else 0.0)
           with self.loop(depth) as n:
             with self.loop(width) as lane:
               for i, t in zip(rows, tile):
@@ -345,9 +346,9 @@ class Kernel:
               self.store(out, i, j, total if scale == 1.0 else total * scale + first(block, i, j, before))
 
   # statements
-  def record(self, adjoint:Callable):
+  def record(self, adjoint):
     if self.tape is not None: self.tape.append(adjoint)
-  def spread(self, e:Matrix, g:Stored):
+  def spread(self, e, g):
     """The adjoint of an expression whose gradient is g: it adds to the gradient of each of its leaves."""
     symbols = [symbol(f"x{n}") for n in range(len(e.leaves))]
     slopes = compute_gradient(e.f(ROW, COLUMN, *symbols), symbol("g"), set(symbols)) if e.leaves else {}
@@ -359,10 +360,12 @@ class Kernel:
     if equal:
       self.add([grad for grad, _ in equal], [value for _, value in equal], (g, *e.leaves), e.shape)
     for leaf, grad, value in wanted:
-      if leaf.shape != e.shape: self.gather(grad, value, (g, *e.leaves), e.shape)
-  def assign(self, out:Stored, e:Matrix) -> Stored:
+      if leaf.shape != e.shape:
+        self.gather(grad, value, (g, *e.leaves), e.shape)
+  def assign(self, out, e):
     if out.buffer is not None:
-      if isinstance(e, Product): self.product(out, e.x, e.y, e.start, e.scale)
+      if isinstance(e, Product):
+        self.product(out, e.x, e.y, e.start, e.scale)
       else: self.each(out, e.f, e.leaves)
     def adjoint():
       if not isinstance(e, Product): return self.spread(e, out.grad)
@@ -373,7 +376,7 @@ class Kernel:
       if e.start: self.spread(e.start, out.grad)
     self.record(adjoint)
     return out
-  def sigmoid(self, e:Matrix) -> Stored:
+  def sigmoid(self, e):
     """It is stored, since its slope is made of it: exp is the dearest of the elementwise operations."""
     if isinstance(e, Product): e = e.stored()
     s = self.new(e.shape, e.leaves)
@@ -391,7 +394,7 @@ class Kernel:
     self.gather(out, e.f, e.leaves, e.shape)
     self.record(lambda: self.spread(e, out.grad))
     return out
-  def backward(self, body:Callable):
+  def backward(self, body):
     """body, recorded, and then its adjoints in reverse; the gradients of all that it makes start at zero."""
     tape:list[Callable] = []
     outer, first, self.tape = self.tape, self.used_grads, tape
@@ -437,19 +440,20 @@ class Kernel:
       with self.loop(size) as t: forward(t, stride, False)
     self.tape, self.keeping = tape, keeping
     def adjoint():
-      with self.loop(size) as t: self.backward(lambda: turn(size - 1 - t, stride, kept))
+      with self.loop(size) as t:
+        self.backward(lambda: turn(size - 1 - t, stride, kept))
     self.record(adjoint)
     return at
-  def filled(self, shape:tuple[int, int], x:float) -> Stored:
-    return Matrix(self, shape, (), lambda i, j: constant(x)).stored()
-  def iterate(self, steps:int, body:Callable, carry) -> tuple:
+  def filled(self, shape, x):
+    return Matrix(self, shape, (), lambda i, j: x).stored()
+  def iterate(self, steps, body, carry):
     def turn(_, now, then):
       for m, value in zip(then, body(*now)): self.assign(m, value)
     return tuple(self.scan(steps, turn, carry)(steps))
 
 # *** compiled kernels as Tensors ***
 
-def on_cpu(device:Any) -> bool:
+def on_cpu(device) -> bool:
   """Whether it is one CPU device; a tuple of devices is none."""
   return isinstance(device, str) and device.startswith("CPU")
 
@@ -459,8 +463,8 @@ class Compiled(NamedTuple):
   program:UOp
 
 class LoopOrder:
-  """tinygrad's CFGContext for kernels whose nests wait for the one before: a loop comes after the one that ends before it, or
-  after the start of the loop around it.  The original walks the whole graph once for every loop."""
+  """tinygrad's CFGContext for kernels whose nests wait for the one before: a loop comes after the one that ends before
+  it, or after the start of the loop around it.  The original walks the whole graph once for every loop."""
   def __init__(self, sink:UOp):
     self.edges:dict[UOp, UOp] = {}
     loops, before = list[UOp](), list[UOp|None]([None])  # the loops that are open; what came before, in each of them
@@ -475,14 +479,16 @@ class LoopOrder:
 
 @disable_gc()
 def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compiled:
-  """A compiled kernel.  Its code is kept and its thousands of operations are not: every pass over the graph would visit them.
-  Three passes of tinygrad cost the square of a kernel's length and are not needed here: the search for barriers around LOCAL
-  memory, the search for the order of loops, and the comparison of operations that are alike but for what they wait for."""
-  original = codegen.pm_implicit_barriers, codegen.CFGContext
-  codegen.pm_implicit_barriers, codegen.CFGContext = PatternMatcher([]), LoopOrder
+  """A compiled kernel.  Its code is kept and its thousands of operations are not, since every pass over the graph would
+  visit them.  Three passes cost the square of a kernel's length and are not needed: the search for barriers around
+  LOCAL memory, the search for the order of loops, and the comparison of operations that differ only in their waits."""
+  replaced = {"pm_implicit_barriers": PatternMatcher([]), "CFGContext": LoopOrder}
+  original = {name: getattr(codegen, name) for name in replaced}
+  for name, x in replaced.items(): setattr(codegen, name, x)
   try:
     with Context(TUPLE_ORDER=0): program = to_program(sink, Device[device].renderer)
-  finally: codegen.pm_implicit_barriers, codegen.CFGContext = original
+  finally:
+    for name, x in original.items(): setattr(codegen, name, x)
   place = {slot: n for n, slot in enumerate(program.arg.globals)}
   params = tuple(u.replace(arg=replace(u.arg, slot=place[u.arg.slot])) for u in program.src[1].src if u.op is Ops.PARAM)
   slots = {name: tuple(place[slot] for slot in getattr(program.arg, name)) for name in ("globals", "outs", "ins")}
@@ -499,31 +505,23 @@ def run_kernel(kernel:Compiled, inputs:dict[str, Tensor], device:str, grad_fxn:C
 
 # *** dense products ***
 
-class MatmulShape(NamedTuple):
-  """G products (R,K) (K,C); xt, yt: the factor is stored transposed."""
-  G:int
-  R:int
-  C:int
-  K:int
-  xt:bool
-  yt:bool
-
 @functools.cache
-def matmul_kernel(s:MatmulShape, device:str) -> Compiled:
+def matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, device:str) -> Compiled:
+  """G products (R,K) (K,C); xt, yt: the factor is stored transposed."""
   def build(scratch):
-    size = dict(out=s.G * s.R * s.C, values=max(scratch, 1), x=s.G * s.R * s.K, y=s.G * s.K * s.C)
+    size = dict(out=G * R * C, values=max(scratch, 1), x=G * R * K, y=G * K * C)
     out, values, x, y = [UOp.placeholder((n,), dtypes.float, slot=slot) for slot, n in enumerate(size.values())]
     kernel = Kernel(values, None, scratch < 0)
-    with kernel.loop(s.G) as g:
-      def matrix(buffer, R, C, transposed):
-        if transposed: return matrix(buffer, C, R, False).transpose()
-        return Stored(kernel, buffer, (R, C), g * (R * C), C)
-      kernel.product(matrix(out, s.R, s.C, False), matrix(x, s.R, s.K, s.xt), matrix(y, s.K, s.C, s.yt), large=True)
-    return size, kernel.code(f"matmul_{s.G}_{s.R}_{s.C}_{s.K}", sum(size.values())), kernel.used
+    with kernel.loop(G) as g:
+      def matrix(buffer, rows, columns, transposed):
+        if transposed: return matrix(buffer, columns, rows, False).transpose()
+        return Stored(kernel, buffer, (rows, columns), g * (rows * columns), columns)
+      kernel.product(matrix(out, R, C, False), matrix(x, R, K, xt), matrix(y, K, C, yt), large=True)
+    return size, kernel.code(f"matmul_{G}_{R}_{C}_{K}", sum(size.values())), kernel.used
   size, sink, _ = build(build(-1)[2])
-  return compiled(list(size), size, cast(UOp, sink), device)
+  return compiled(list(size), size, sink, device)
 
-def transposed(x:Tensor, yes:bool) -> Tensor:
+def transposed(x, yes):
   return x.transpose(-1, -2) if yes else x
 
 def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
@@ -557,7 +555,7 @@ def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
     da = matmul(b, g, yt, True) if xt else matmul(g, b, False, not yt)
     db = matmul(g, a, True, xt) if yt else matmul(a, g, not xt, False)
     return (*[None] * (len(call.src) - 3), da.reshape(-1).uop, db.reshape(-1).uop)
-  kernel = matmul_kernel(MatmulShape(G, R, C, K, xt, yt), device)
+  kernel = matmul_kernel(G, R, C, K, xt, yt, device)
   flat = dict(x=x.reshape(-1).contiguous(), y=y.reshape(-1).contiguous())
   return run_kernel(kernel, flat, device, backward)["out"].reshape(*lead, C)
 
@@ -702,9 +700,10 @@ def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, state
   after = kernel.scan(b // every, group, [*M.values(), *S.values()])
   fading = kernel.new((b + every, 1))
   out = kernel.new((b + every, inputs.y.shape[1]))
-  kernel.assign(fading, Matrix(kernel, fading.shape, (), lambda i, j: constant(1.0)))
+  kernel.assign(fading, Matrix(kernel, fading.shape, (), lambda i, j: 1.0))
   if every > 1:                                            # a token that takes a step reads what the step has left
-    def at_step(i, j, kept): return (i % every).eq(every - 1).where(1.0, kept)
+    def at_step(i, j, kept):
+      return (i % every).eq(every - 1).where(1.0, kept)
     kernel.assign(fading.block(1, b), Matrix(kernel, (b, 1), (kept_M,), at_step))
   def reads(g, *_):
     if every == 1: g = g + 1
@@ -751,14 +750,15 @@ class Recurrence:
       self.buffers[n] = UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot)
     self.kernel = Kernel(self.buffers["values"], self.buffers.get("grads"), scratch == (0, 0))
     with self.kernel.loop(s.heads, AxisType.GLOBAL if parallel else AxisType.LOOP) as g:
-      if parallel: self.kernel.origin, self.kernel.grads_origin = g * scratch[0], g * scratch[1]
+      if parallel:
+        self.kernel.origin, self.kernel.grads_origin = g * scratch[0], g * scratch[1]
       self.one_head(g)
 
-  def code(self) -> UOp|None:
+  def code(self):
     name = "memory_backward" if self.is_backward else "memory"
     return self.kernel.code(name, sum(self.size[n] for n in self.args))
 
-  def one_head(self, g) -> None:
+  def one_head(self, g):
     kernel, cfg, s, buffers, lay = self.kernel, self.cfg, self.s, self.buffers, self.lay
     N, M_size = s.chunks, lay.M_size
     padded = self.padded_inputs()
@@ -811,7 +811,7 @@ class Recurrence:
     copy(line("dfirst", start, M_size), line("grads", slot(2), M_size))
     copy(line("dfirst", start + M_size, lay.size), line("grads", slot(0), lay.size))
 
-  def padded_inputs(self) -> dict[str, Stored]:
+  def padded_inputs(self):
     """Scratch for a chunk's inputs with rows and columns beside them that stay zero; [x, 1] for monomials of x."""
     kernel, s, E = self.kernel, self.s, self.E
     rows, raw = s.chunk if self.linear else s.chunk + s.every, s.d + self.monomials
@@ -823,10 +823,10 @@ class Recurrence:
     kernel.fill(self.buffers["values"], kernel.origin, kernel.used)
     if self.monomials:
       for m in (padded["raw_k"], padded["raw_q"]):
-        kernel.each(m.block(0, m.shape[0], s.d, 1), lambda i, j: constant(1.0), ())
+        kernel.each(m.block(0, m.shape[0], s.d, 1), lambda i, j: 1.0, ())
     return padded
 
-  def chunk(self, g, n, padded:dict[str, Stored], base:dict[str, Stored], states:ChunkStates) -> None:
+  def chunk(self, g, n, padded, base, states):
     """Chunk n of head g: reads its inputs, takes the gradients at `base`, and writes its outputs and the next
     states."""
     kernel, cfg, s = self.kernel, self.cfg, self.s
@@ -866,7 +866,7 @@ class Recurrence:
     if self.linear: linear_chunk(kernel, cfg, inputs, states)
     else: stepwise_chunk(kernel, cfg, s.every, inputs, states)
 
-  def monomials_of(self, g, x:Stored, out:Stored) -> Stored:
+  def monomials_of(self, g, x, out):
     """The monomials of the rows x = [raw, 1], as rule.monomials (Eq. 17-18)."""
     kernel, degree, D = self.kernel, self.cfg.degree, self.s.D
     dscales = Stored(kernel, self.buffers["dscales"], (1, D), g * D, D) if self.is_backward else None
@@ -1020,7 +1020,7 @@ def checked(name:str, x:Any, shape:tuple) -> Tensor:
     raise ValueError(f"{name} has shape {x.shape}, and the memory takes {expected}: give it that shape")
   return x.cast(dtypes.float)
 
-def size_of(x:Any, axis:int) -> int|None:
+def size_of(x, axis):
   return sizes(x)[axis] if isinstance(x, Tensor) and x.ndim == 3 else None
 
 def checked_weights(cfg:Rule, weights:Weights, name:str, H:int, d:int, dv:int) -> Weights:
@@ -1035,7 +1035,8 @@ def checked_weights(cfg:Rule, weights:Weights, name:str, H:int, d:int, dv:int) -
     P = size_of(weights.get("anchor_u"), 1)
     shapes |= {"anchor_k": (H, P, d), "anchor_u": (H, P, out)}
   if row.coefficients: shapes["a"] = (cfg.degree + 1,)
-  if name == "toward": shapes = {n: shape for n, shape in shapes.items() if n not in ("a", "anchor_k")}
+  if name == "toward":
+    shapes = {n: shape for n, shape in shapes.items() if n not in ("a", "anchor_k")}
   for n in shapes:
     if n not in weights: raise ValueError(f"{name} has no {n}: the rule takes {', '.join(shapes)}")
   return {n: checked(f"{name}[{n!r}]", weights[n], shape) for n, shape in shapes.items()}
@@ -1166,7 +1167,8 @@ def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor
   if muon_every > 1: eta = ((index + 1) % muon_every == 0).where(eta, 0)
   gates = Gates(padded(alpha, 1.0), padded(theta, 1.0), padded(eta), padded(gamma))
   streams = {"k": k, "v": v}
-  if state is not None and c > 1: streams = {n: state[n].cat(z, dim=2) for n, z in streams.items()}
+  if state is not None and c > 1:
+    streams = {n: state[n].cat(z, dim=2) for n, z in streams.items()}
   keys, values = padded(streams["k"]), padded(streams["v"])
 
   # valid: whether the call is where its graph may be used; None: always
@@ -1186,7 +1188,8 @@ def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor
     y, after = form(cfg, weights.get("a"), before, padded(q), keys, values, gates, chunks)
   new |= new_state(after, R) | {"position": position + T}
   if c > 1:
-    if state is None: streams = {n: z.pad((None, None, (c - 1, 0), None)) for n, z in streams.items()}
+    if state is None:
+      streams = {n: z.pad((None, None, (c - 1, 0), None)) for n, z in streams.items()}
     new |= {n: z[:, :, sizes(z)[2] - c + 1:] for n, z in streams.items()}
   y = y[:, :, front:front + T]
   if valid is not None:
