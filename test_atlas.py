@@ -33,14 +33,12 @@ def output(command, **fields):
   done = subprocess.run(command, text=True, capture_output=True, **fields)
   assert done.returncode == 0, done.stderr[-2000:]
   return done.stdout
-
 def array(x): return (x.float().numpy() if isinstance(x, Tensor) else np.asarray(x)).astype(np.float64)
 def relative(x, y): return float(np.linalg.norm(array(x) - array(y)) / np.linalg.norm(array(y)))
 def finite(*results): return all(np.isfinite(array(x)).all() for x in results)
 def record(claim:str, error:float) -> float:
   worst[claim] = max(worst.get(claim, 0.0), error)
   return error
-
 @pytest.fixture(scope="session", autouse=True)
 def report(request):
   """Prints the worst error of each claim. Each of pytest-xdist's processes has its own: stderr is what they share."""
@@ -51,20 +49,17 @@ def report(request):
       print(f"\nworst relative errors: {errors}", file=sys.stderr, flush=True)
 
 # *** the oracle: one head, one token after the other, every weight of every token written out ***
-
 def gelu(z):
   """gelu in its tanh form, and its derivative."""
   slope = 2 * math.sqrt(2 / math.pi)
   s = 1 / (1 + np.exp(-slope * (z + 0.044715 * z ** 3)))
   return z * s, s + z * s * (1 - s) * slope * (1 + 3 * 0.044715 * z * z)
-
 @functools.cache
 def monomials(d, degree):
   """Places of the factors of every monomial, and in how many orders they can be multiplied."""
   def orders(f): return math.factorial(len(f)) / math.prod(math.factorial(f.count(i)) for i in set(f))
   places = [f for p in range(degree + 1) for f in itertools.combinations_with_replacement(range(d), p)]
   return [(f, orders(f)) for f in places]
-
 def lift(cfg, x, a):
   """phi(x): phi(x).phi(y) = sum_p a[p] (x.y)^p."""
   if cfg.features != "poly": return x
@@ -72,18 +67,15 @@ def lift(cfg, x, a):
   for places, orders in monomials(len(x), cfg.degree):
     features.append(np.sqrt(a[len(places)] * orders) * math.prod(x[i] for i in places))
   return np.array(features)
-
 def recall(cfg, M, x, raw):
   """M(x). raw: the key or query before the features, which a deep memory adds where the sizes agree."""
   if cfg.memory == "linear": return M["W"] @ x
   gate = M["W3"] @ x if cfg.memory == "gated" else 1
   y = M["W1"] @ (gelu(M["W2"] @ x)[0] * gate)
   return y + raw if len(raw) == len(y) else y
-
 def error(cfg, y, v):
   """The derivative of the loss with respect to the memory's output y."""
   return y - v if cfg.loss == "l2" else -v
-
 def gradient(cfg, M, k, v, a):
   """The gradient of the loss of one pair with respect to every matrix of M."""
   x = lift(cfg, k, a)
@@ -96,7 +88,6 @@ def gradient(cfg, M, k, v, a):
   g = {"W1": np.outer(e, act * gate), "W2": outer(dh * gate * slope)}
   if cfg.memory == "gated": g["W3"] = outer(dh * act)
   return g
-
 def muon(S, steps):
   if S.shape[0] > S.shape[1]: return muon(S.T, steps).T
   X = S / np.sqrt((S * S).sum() + 1e-14)
@@ -104,9 +95,7 @@ def muon(S, steps):
     A = X @ X.T
     X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
   return X
-
 def direction(cfg, S): return S if cfg.optimizer == "gd" else muon(S, cfg.ns_steps)
-
 def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma, *, toward=None):
   """Section 2 of the method, literally.
   weights (out,in), q, k (T,key_dim), v (T,value_dim), alpha, theta, eta (T,), gamma (T,window) -> y (T,value_dim).
@@ -128,7 +117,6 @@ def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma, *, toward=None):
   return np.stack(ys)
 
 # *** problems for it ***
-
 class Expansion:
   """The first layer of features=exp, W phi*(x) = sum_i coef_i exp(key_i . x), with the operators of a matrix."""
   __array_ufunc__ = None                 # numpy leaves products with its numbers to this class
@@ -142,9 +130,7 @@ class Expansion:
   __radd__, __rmul__ = __add__, __mul__
 
 INPUTS = ("q", "k", "v", "alpha", "theta", "eta", "gamma")
-
 def rule(**fields): return atlas.Config(**{"key_dim": 3, "value_dim": 3, "heads": 2, "momentum": True, **fields})
-
 def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0, anchors=3):
   """Random weights (H,out,in) and inputs (B,H,T,.) in float64; two gates are exactly 0."""
   r = rng(seed)
@@ -162,7 +148,6 @@ def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0, anchors=3):
   q, k, v = [normal(B, H, T, size) for size in (d, d, dv)]
   gamma = r.uniform(size=(B, H, T, cfg.window))
   return W, dict(zip(INPUTS, (q, k, v, alpha, theta, eta, gamma)))
-
 def by_oracle(cfg, W, x, toward=None):
   """The oracle for every head and row: y (B,H,T,value_dim)."""
   def of_head(W, h):
@@ -176,40 +161,31 @@ def by_oracle(cfg, W, x, toward=None):
     return oracle(cfg, of_head(W, h), *[x[n][b, h] for n in INPUTS], toward=target)
   B, H = x["q"].shape[:2]
   return np.stack([np.stack([head(b, h) for h in range(H)]) for b in range(B)])
-
 def destination(cfg, W, **sizes):
   """An initial memory of the same sizes for forgetting to lead to; the features are those of W."""
   R, _ = problem(cfg, seed=1, **sizes)
   return R | {n: W[n] for n in ("a", "anchor_k") if n in W}
-
 def tensor(x): return Tensor(np.ascontiguousarray(x, dtype=np.float32)).realize()
 def tensors(arrays): return {n: tensor(x) for n, x in arrays.items()}
-def part_of(x, start, stop):
-  """Some tokens of the inputs."""
-  return {n: z[:, :, start:stop] for n, z in x.items()}
-
+def part_of(x, start, stop): return {n: z[:, :, start:stop] for n, z in x.items()}
 def read(cfg, W, x, **changed):
   """y of kernels.memory, for inputs of which some may be changed."""
   return kernels.memory(cfg, tensors(W), **tensors(x | changed))[0].numpy()
 
 # *** the rule: the chunked form is the definition ***
-
 STEPS: dict[str, dict] = {"gd": dict(momentum=False), "momentum": {}, "muon": dict(optimizer="muon"),
                           "muon_every": dict(optimizer="muon", muon_every=2)}
 AXES = ("linear", "mlp", "gated"), ("identity", "poly"), ("l2", "dot"), STEPS, ("1", "3", "5"), ("1", "4", "16")
 CASES = ["-".join(choices) for choices in itertools.product(*AXES)]
 CASES = [case for case in CASES if not ("muon_every" in case and case.endswith("-1"))]       # which does not divide 1
-
 def from_case(case, **fields):
   """The rule of "memory-features-loss-step-window-chunk"."""
   memory, features, loss, step, window, chunk = case.split("-")
   fields |= dict(memory=memory, features=features, loss=loss, window=int(window), chunk=int(chunk))
   return rule(**fields | STEPS[step])
-
 def forms(case):
   """The rule in each form that has it."""
   return [from_case(case, backend=backend) for backend in (["ops"] if "-exp-" in case else ["ops", "fused"])]
-
 def covering():
   """A small set of cases in which every pair of choices occurs, picked greedily."""
   pairs = {case: set(itertools.combinations(enumerate(case.split("-")), 2)) for case in CASES}
@@ -218,9 +194,7 @@ def covering():
     best = max(pairs, key=lambda case: len(pairs[case] & missing))
     missing -= pairs[best]
     yield best
-
 PAIRWISE = list(covering())
-
 def check_case(case, bound=1e-4, **sizes):
   """In every form, with the weights in another order than theirs.
   Newton-Schulz amplifies the rounding of small singular values, up to 3.4445^5 = 480 times."""
@@ -233,26 +207,21 @@ def check_case(case, bound=1e-4, **sizes):
     assert record(f"memory against the oracle, {kind}", relative(y, expected)) < bound, form.backend
 
 def test_covering_set_is_small(): assert len(PAIRWISE) <= 24
-
 @cases("case", PAIRWISE)
 def test_memory_is_the_definition(case): check_case(case)
-
 @slow
 @cases("case", CASES)
 def test_memory_is_the_definition_in_every_combination(case):
   """With a window of 1 the momentum has a low rank: there the bound is that of Newton-Schulz on such matrices."""
   cfg = from_case(case)
   check_case(case, 1e-4 if cfg.window > 1 else 1e-3, B=2, T=11, dv=4 if cfg.loss == "l2" else 3)
-
 @cases("case", ["mlp-poly-l2-momentum-3-4", "mlp-exp-l2-momentum-3-4"])
 @cases("T,dv", [(1, 3), (4, 4), (9, 2)])
 def test_memory_takes_any_length_and_value_size(case, T, dv): check_case(case, B=2, T=T, dv=dv)
-
 @cases("case,sizes", [("linear-exp-l2-gd-1-4", {}), ("mlp-exp-dot-momentum-3-1", dict(anchors=1, T=5, dv=2)),
                       ("linear-exp-l2-momentum-3-16", dict(anchors=0, dv=2)),
                       ("mlp-exp-dot-gd-1-16", dict(T=18))], ids=str)
 def test_an_expansion_over_the_tokens_is_the_definition(case, sizes): check_case(case, **sizes)
-
 @cases("size", [1, 3])
 def test_jitted_calls_of_the_memory_stream_and_one_that_starts_elsewhere_gives_nan_in_its_state_too(size):
   cfg = rule(memory="linear", window=2, chunk=3)
@@ -280,19 +249,17 @@ def test_slow_forgetting_is_not_rounded_away_token_by_token():
   assert relative(difference, 0.01 * alpha ** 2000 * R) < 1e-4 < relative(difference, 0.01 * R)
 
 def in_pieces(cfg, W, x, sizes, toward=None):
-  """Calls of so many tokens each: y of all, the state after each, and the weights and inputs that were given."""
+  """Calls of so many tokens each: y of all, and the weights and inputs that were given."""
   weights, state, start = tensors(W), None, 0
   memory: Any = functools.partial(kernels.memory, cfg, weights, toward=toward and tensors(toward))
-  variables, ys, states = list(weights.values()), [], []
+  variables, ys = list(weights.values()), []
   for size in sizes:
     inputs = tensors(part_of(x, start, start + size)).values()
     y, state = memory(*inputs, state=state)
     variables += inputs
     ys.append(y)
-    states.append(state)
     start += size
-  return Tensor.cat(*ys, dim=2), states, variables
-
+  return Tensor.cat(*ys, dim=2), variables
 @cases("case", ["mlp-poly-l2-muon_every-3-4", "linear-identity-dot-gd-1-4", "mlp-exp-l2-momentum-3-4",
                 pytest.param("gated-poly-l2-momentum-3-4", marks=runs)])
 def test_forgetting_leads_to_where_it_is_told_also_in_pieces(case):
@@ -302,16 +269,9 @@ def test_forgetting_leads_to_where_it_is_told_also_in_pieces(case):
   expected = by_oracle(from_case(case), W, x, R)
   assert relative(expected, by_oracle(from_case(case), W, x)) > 0.01
   for cfg in forms(case):
-    y, *_ = in_pieces(cfg, W, x, (6, 5), R)
+    y, _ = in_pieces(cfg, W, x, (6, 5), R)
     error = record("memory against the oracle, forgetting towards M_0", relative(y, expected))
     assert error < (1e-5 if cfg.optimizer == "gd" else 1e-4)
-
-def test_an_expansion_streams_from_anywhere_in_a_chunk_and_grows_when_full():
-  cfg = from_case("mlp-exp-l2-momentum-3-4")
-  W, x = problem(cfg, H=1, T=66)
-  y, states, _ = in_pieces(cfg, W, x, (22, 22, 22))
-  assert record("memory against the oracle, gradient steps", relative(y, by_oracle(cfg, W, x))) < 1e-5
-  assert [state["keys"].shape[2] - 3 for state in states] == [64, 64, 256]
 
 def test_features_come_by_degree_then_combination():
   x = rng(0).normal(size=(2, 4))
@@ -322,20 +282,18 @@ def test_features_come_by_degree_then_combination():
   assert np.allclose(result[0] @ result[1], series(x[0] @ x[1]), rtol=1e-5)
 
 # *** its gradients ***
-
-def slopes(loss, array):
+def slopes(loss, x):
   """The derivative of loss() with respect to each element of a complex array.
   Im loss(x + ih) / h is a finite difference without cancellation, since nothing is subtracted."""
-  result = np.zeros(array.shape)
-  for i in np.ndindex(array.shape):
-    array[i] += 1e-30j
+  result = np.zeros(x.shape)
+  for i in np.ndindex(x.shape):
+    x[i] += 1e-30j
     result[i] = loss().imag / 1e-30
-    array[i] -= 1e-30j
+    x[i] -= 1e-30j
   return result
 
 GRADIENT_CASES = ["mlp-poly-l2-muon-3-4", "gated-poly-l2-momentum-2-3", "mlp-identity-dot-gd-5-2",
                   "linear-poly-l2-muon_every-1-4", "mlp-exp-l2-momentum-3-4", "linear-exp-dot-gd-2-3"]
-
 @cases("case", [*GRADIENT_CASES, *[pytest.param(case, marks=slow) for case in PAIRWISE]])
 def test_gradients_are_the_finite_differences_of_the_oracle(case):
   """Forgetting leads to a second memory, whose gradients are checked as well."""
@@ -346,8 +304,7 @@ def test_gradients_are_the_finite_differences_of_the_oracle(case):
   low_rank = case.split("-")[3] == "muon" and cfg.window == 1    # where rounding is amplified most
   kind, bound = ("Muon of low rank", 1e-2) if low_rank else ("all others", 1e-3)
 
-  def as_complex(arrays): return {n: z.astype(complex) for n, z in arrays.items()}
-  W64, x64, R64 = as_complex(W), as_complex(x), as_complex(R)
+  W64, x64, R64 = [{n: z.astype(complex) for n, z in arrays.items()} for arrays in (W, x, R)]
   R64 |= {n: W64[n] for n in ("a", "anchor_k") if n in W64}
   def loss(): return (by_oracle(cfg, W64, x64, R64) * cotangent).sum()
   inputs = W64 | x64 | {f"toward {n}": z for n, z in R64.items() if n not in ("a", "anchor_k")}
@@ -369,11 +326,10 @@ def test_gradients_are_the_finite_differences_of_the_oracle(case):
 
 def gradients_in_pieces(cfg, W, x, sizes):
   """Gradients to all weights and inputs, to every piece of an input for itself."""
-  y, _, variables = in_pieces(cfg, W, x, sizes)
+  y, variables = in_pieces(cfg, W, x, sizes)
   gradients = y.sin().sum().gradient(*variables)
   Tensor.realize(*gradients)
   return [g.numpy() for g in gradients]
-
 @cases("case", ["linear-identity-l2-momentum-3-4", pytest.param("mlp-identity-l2-momentum-3-4", marks=runs),
                 pytest.param("mlp-exp-l2-momentum-3-4", marks=slow)])
 def test_gradients_flow_through_the_state_in_every_form(case):
@@ -397,7 +353,6 @@ def test_ignored_gates_get_zero_gradients_and_feature_coefficients_of_zero_finit
   assert not g_theta.any() and finite(g_a) and np.abs(g_a).max() > 0
 
 # *** its special cases ***
-
 @cases("step", ["momentum", "muon"])
 def test_without_a_step_only_forgetting_is_left_and_twice_the_step_moves_twice_as_far(step):
   cfg = from_case(f"linear-identity-l2-{step}-1-4")
@@ -426,7 +381,6 @@ def test_window_1_chunk_1_linear_is_the_textbook_delta_rule():
     M = alpha[t] * M - beta * np.outer(M @ k[t] - v[t], k[t])
     ys.append(M @ q[t])
   assert relative(read(cfg, W, x)[0, 0], np.stack(ys)) < 1e-5
-
 @cases("features,similarity", [("identity", np.positive), ("exp", np.exp)])
 def test_dot_loss_is_linear_attention_and_with_an_expansion_unnormalised_attention(features, similarity):
   cfg = from_case(f"linear-{features}-dot-gd-1-4")
@@ -457,9 +411,7 @@ def test_quadratic_features_recall_more_pairs_than_the_key_is_long_and_identity_
   assert recalled("poly") == pairs > recalled("identity")
 
 # *** Newton-Schulz ***
-
 def flattened(S): return kernels.newton_schulz(tensor(S), 5).numpy()
-
 @cases("shape", [(8, 8), (8, 9), (8, 20), (20, 8)])
 def test_newton_schulz_flattens_singular_values_and_equals_float64(shape):
   """Nearly square matrices are iterated themselves, for others it is their Gram matrix."""
@@ -471,7 +423,6 @@ def test_newton_schulz_flattens_singular_values_and_equals_float64(shape):
   assert (np.abs(np.linalg.svd(flattened(well), compute_uv=False) - 1) < 0.35).all()
   assert record("Newton-Schulz, well-conditioned", error(well)) < 1e-5
   assert record("Newton-Schulz, rank-deficient", error(poor)) < 1e-3
-
 @cases("shape", [(4, 5), (4, 12)])
 def test_newton_schulz_and_its_gradient_are_finite_at_zero_tiny_and_rank_one(shape):
   r = rng(0)
@@ -483,7 +434,6 @@ def test_newton_schulz_and_its_gradient_are_finite_at_zero_tiny_and_rank_one(sha
   assert finite(y, g) and not y.numpy()[0].any()
 
 # *** kernels ***
-
 @cases("G,R,K,C", [(1, 5, 7, 3), (2, 8, 12, 16), (3, 1, 16, 20),
                    (1, 6, 33, 29), (1, 24, 520, 48)])
 def test_matmul_is_the_product_and_so_are_its_gradients(G, R, K, C):
@@ -523,14 +473,11 @@ def test_the_stock_form_launches_few_kernels_a_chunk():
   assert 4 < (launches[1] - launches[0]) / 4 <= 24
 
 # *** nothing wrong in silence ***
-
 def checked(**fields):
   cfg = rule(memory="linear", chunk=4, window=2, **fields)
   W, x = problem(cfg, B=2, T=4)
   return cfg, tensors(W), tensors(x)
-
 def types(*results): return {z.dtype for z in results}
-
 @cases("dtype,bound", [(dtypes.half, 1e-2), (dtypes.bfloat16, 5e-2), (dtypes.double, 1e-6)], ids=str)
 def test_arguments_of_another_dtype_are_cast_and_their_gradients_come_back(dtype, bound):
   cfg, W, x = checked()
@@ -538,9 +485,9 @@ def test_arguments_of_another_dtype_are_cast_and_their_gradients_come_back(dtype
   inputs = cast(x)
   y, state = kernels.memory(cfg, cast(W), **inputs)
   gradient, = y.square().sum().gradient(inputs["k"])
-  assert types(y, *state.values()) == {dtypes.float, dtypes.int} and gradient.dtype == dtype and finite(gradient)
+  assert types(y, *state.values()) == {dtypes.float, dtypes.int}
+  assert gradient.dtype == dtype and finite(gradient)
   assert relative(y, kernels.memory(cfg, W, **x)[0]) < bound
-
 @cases("backend", ["ops", "fused"])
 def test_arguments_of_other_shapes_are_named_with_the_right_shape(backend):
   cfg, W, x = checked(backend=backend)
@@ -581,7 +528,8 @@ def test_an_operation_that_a_kernel_does_not_have_is_refused():
                lambda: m + m.transpose(), lambda: m.eye(2, dtype=dtypes.half)):
     with pytest.raises((NotImplementedError, ValueError)): call()
   with pytest.raises(AttributeError): m.flatten()
-  assert m.sum(-1, keepdim=True).shape == (2, 1) and m.sum((-1, -2), keepdim=True).shape == (1, 1)
+  assert m.sum(-1, keepdim=True).shape == (2, 1)
+  assert m.sum((-1, -2), keepdim=True).shape == (1, 1)
 
 def recorded(monkeypatch):
   """The graph and the program of every kernel that kernels.py compiles from now on; those it has are forgotten."""
@@ -594,9 +542,7 @@ def recorded(monkeypatch):
   codegen.to_program_cache.clear()
   for cached in (kernels.memory_kernel, kernels.matmul_kernel): cached.cache_clear()
   return result
-
 def source(program): return next(u.arg for u in program.src if u.op is Ops.SOURCE)
-
 @cases("step", ["momentum", "muon"])
 def test_loops_of_a_kernel_have_tinygrads_order_and_its_code_is_the_same(step, monkeypatch):
   cfg = from_case(f"linear-identity-l2-{step}-2-2", backend="fused")
@@ -617,7 +563,6 @@ def test_loops_of_a_kernel_have_tinygrads_order_and_its_code_is_the_same(step, m
   assert len(codes) == len(edges) == 2
   assert all(len(expected) > 4 and order == expected for order, expected in edges)
   assert codes == code(CFGContext)
-
 CHANGES = {"huber": "mlp-identity-huber-momentum-2-3", "rms": "mlp-identity-l2-rms-2-3",
            "squares": "mlp-squares-l2-momentum-2-3"}
 CHANGED_ORACLE = """
@@ -632,7 +577,6 @@ t.STEPS["rms"] = dict(optimizer="rms")
 t.test_gradients_are_the_finite_differences_of_the_oracle(CASE)
 import json; print(json.dumps(t.worst))
 """
-
 @runs
 @cases("change,case", CHANGES.items())
 def test_a_change_of_the_rule_as_the_readme_shows_it_is_the_oracle_in_both_forms(change, case, tmp_path):
@@ -647,12 +591,10 @@ def test_a_change_of_the_rule_as_the_readme_shows_it_is_the_oracle_in_both_forms
   record(f"{change}, a changed rule", max(json.loads(worst_errors).values()))
 
 # *** the model: one small model per preset, whose compiled calls serve all its tests ***
-
 SMALL = dict(vocab=16, dim=16, layers=1, heads=2, key_dim=4, value_dim=4, mlp_ratio=1.0, chunk=8,
              muon_every=2, horizon=11)
 PRESETS = list(atlas.PRESETS)
 T = 24                                   # tokens of a call: whole chunks of 8, and whole segments of 12
-
 def presets(*names, rest:Any=None):
   """A test of these presets, and with the mark `rest` of all others. One process has all tests of a preset."""
   def parameter(name):
@@ -660,7 +602,6 @@ def presets(*names, rest:Any=None):
     if name not in names: marks.append(rest)
     return pytest.param(name, marks=marks)
   return cases("name", [parameter(name) for name in PRESETS if name in names or rest])
-
 def windows(name, w): return {"attn_window": w} if "attn_window" in atlas.PRESETS[name] else {}
 def small(name, **fields):
   return atlas.preset(name, **SMALL | windows(name, 12) | fields)   # chunks of 8 do not divide windows and segments
@@ -687,10 +628,8 @@ class Model:
   def more(self, tokens, state):
     growing = atlas.growing(self.cfg)    # which a jit cannot hold
     return self.call(self.forward if growing else self.jit_more, tokens, state)
-
 @functools.cache
 def model(name): return Model(small(name))
-
 @presets(*PRESETS)
 def test_no_leak_inside_a_chunk_nor_between_rows(name):
   m, y = model(name), model(name).replayed
@@ -701,12 +640,10 @@ def test_no_leak_inside_a_chunk_nor_between_rows(name):
     assert np.array_equal(np.delete(z, 1, 0), np.delete(y, 1, 0)), "a row of the batch saw another"
     assert np.array_equal(z[1, :t], y[1, :t]), f"an output before token {t} saw it"
     assert (np.abs(z[1, t:] - y[1, t:]).max(-1) > 0).any()
-
 @presets(*PRESETS)
 def test_jit_equals_eager(name):
   m = model(name)
   assert np.array_equal(m.captured, m.replayed) and record("jit against eager", relative(m.replayed, m.eager)) < 1e-6
-
 @presets("linear_attention", "titans", "atlas", "transformer++", "swa", "atlas_mag", "titans_mac", rest=runs)
 def test_a_stream_may_be_cut_anywhere(name):
   """After one token, inside a chunk, at a border, and token by token in a jitted step; the state keeps its size."""
@@ -724,9 +661,8 @@ def test_a_stream_may_be_cut_anywhere(name):
     assert record(f"streamed against at once, {kind}", relative(result, expected)) < bound
   assert shapes == {n: z.shape for n, z in state.items()}
   assert int(state["position"].item()) == 2 * T
-
 @presets("titans", "swa")
-def test_a_jitted_call_of_whole_chunks_streams_and_one_that_starts_inside_a_chunk_says_so(name):
+def test_a_jitted_call_of_whole_chunks_streams(name):
   m = model(name)
   state = eager_state = m.state
   for n in range(3):                     # the third is a replay
@@ -734,9 +670,6 @@ def test_a_jitted_call_of_whole_chunks_streams_and_one_that_starts_inside_a_chun
     logits, state = m.more(tokens, state)
     expected, eager_state = m.anywhere(tokens, eager_state)
     assert relative(logits, expected) < 1e-5
-  if m.cfg.mixer == "memory":
-    assert np.isnan(m.more(tokens, state | {"position": Tensor(51).clone()})[0]).all()
-
 @presets("titans", "transformer++")
 def test_a_sample_is_what_reading_the_context_anew_for_every_token_gives(name, capsys):
   m, tokens = model(name), [1, 2, 3]
@@ -748,7 +681,6 @@ def test_a_sample_is_what_reading_the_context_anew_for_every_token_gives(name, c
     tokens = [*tokens, int(logits[0, len(tokens) - 1].argmax())]
   assert capsys.readouterr().out.splitlines()[1] == ",".join(map(str, tokens))
   assert len(set(tokens)) > 3
-
 @pytest.mark.xdist_group("titans")
 def test_layers_keep_their_own_states_and_a_state_is_never_changed_in_place():
   m = Model(small("titans", layers=2))
@@ -757,7 +689,6 @@ def test_layers_keep_their_own_states_and_a_state_is_never_changed_in_place():
   for _ in range(2): logits, _ = m.anywhere(m.tokens[:, 1:T + 1], state)
   assert relative(logits[:, :-1], m.eager[:, 1:]) < 1e-5
   assert all(np.array_equal(before[n], z.numpy()) for n, z in state.items())
-
 @presets("transformer++", "dot")
 def test_a_full_cache_doubles_and_a_jit_past_its_end_says_so(name):
   m, tokens = model(name), random_tokens(4, 3 * T)
@@ -782,7 +713,6 @@ def test_an_expansion_needs_no_anchors_where_the_memory_is_linear():
   assert "anchor_u" not in params["layers"]["0"]["memory"]
   assert atlas.parts(cfg)["total"] == sum(p.numel() for p in get_state_dict(params).values())
   assert finite(atlas.forward(params, cfg, Tensor(random_tokens(1, 12)))[0])
-
 @slow
 @cases("mixer", ["mag", "mal", "mac"])
 def test_an_expansion_goes_into_a_hybrid(mixer):
@@ -793,7 +723,6 @@ def test_an_expansion_goes_into_a_hybrid(mixer):
     logits, *state = m.anywhere(m.tokens[:, start:end], *state)
     result.append(logits)
   assert relative(np.concatenate(result, 1), m.eager[:, :14]) < 1e-5
-
 @cases("name", ["linear_attention", "deltanet", "ttt", pytest.param("dot", marks=runs)])
 def test_without_a_forget_gate_nothing_fades_up_to_the_horizon_and_what_is_far_beyond_is_gone(name):
   tokens = random_tokens(2, 168)
@@ -806,7 +735,6 @@ def test_without_a_forget_gate_nothing_fades_up_to_the_horizon_and_what_is_far_b
   assert relative(fading[:, 8:], keeping[:, 8:]) > 1e-4
   assert relative(fading[1, -8:], fading[0, -8:]) < 1e-6
   assert relative(keeping[1, -8:], keeping[0, -8:]) > 1e-4
-
 @pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU:1 needs the CPU device")
 @presets("linear_attention", "titans", "dla", "dot", "atlas", "transformer++", "swa", "titans_mac", rest=runs)
 def test_a_model_on_a_second_device_streams_as_on_the_first(name):
@@ -822,7 +750,6 @@ def test_a_model_on_a_second_device_streams_as_on_the_first(name):
     assert {z.device for z in (logits, *state[0].values())} == {"CPU:1"}
     result.append(logits.numpy())
   assert relative(np.concatenate(result, 1), m.eager[:, :13]) < 2e-4
-
 PRINTS_LOGITS = """
 import numpy as np, atlas
 from tinygrad import Tensor, dtypes
@@ -837,13 +764,11 @@ for name in ("linear_attention", "titans_mac", "transformer++"):
   assert {z.dtype for z in (first, second, loss, *state.values())} == {dtypes.float32, dtypes.int32}
   print(name, *[z.numpy().tobytes().hex() for z in (first, second, loss)])
 """
-
 @cases("setting", ["DEFAULT_FLOAT=HALF", "DEFAULT_FLOAT=DOUBLE", "DEFAULT_INT=INT64"])
 def test_default_types_of_tinygrad_change_no_bit(setting):
   def printed(*settings):
     return output(["env", *settings, sys.executable, "-c", PRINTS_LOGITS], cwd=Path(__file__).parent)
   assert printed(setting) == printed()
-
 @cases("name", ["titans_mac", "transformer++"])
 @cases("dtype", [dtypes.half, dtypes.double, dtypes.bfloat16], ids=str)
 def test_parameters_of_another_precision_are_used_as_float32(name, dtype):
@@ -880,15 +805,16 @@ def test_a_new_row_of_a_table_is_a_choice_of_the_model_and_sets_the_bound_of_eta
   alpha = tensor(np.full((1, 1, T), 0.9))
   def bounded(expected, name, **fields):
     return np.allclose((0 * alpha + atlas.eta_bound(small(name, **fields), alpha)).numpy(), expected)
-  assert bounded(0.3 / 8, "titans", loss="sharp") and bounded(0.05, "titans", optimizer="sign")
-  assert bounded(0.7 / 8, "linear_attention", loss="hebb") and bounded(0.07, "dla", loss="hebb")
+  assert bounded(0.3 / 8, "titans", loss="sharp")
+  assert bounded(0.05, "titans", optimizer="sign")
+  assert bounded(0.7 / 8, "linear_attention", loss="hebb")
+  assert bounded(0.07, "dla", loss="hebb")
   assert bounded(0.7 / (8 + np.minimum(np.arange(T), 11)), "ttt", loss="hebb")
   with pytest.raises(ValueError, match="does not divide"): small("titans", optimizer="sign", muon_every=3)
   with pytest.raises(ValueError, match="no matrix to orthogonalise"): small("dot", optimizer="sign")
   assert "layers.0.memory.a_root" in atlas.layout(small("titans", features="double"))
 
 # *** attention and the hybrids ***
-
 def test_rotary_scores_depend_on_distance_only():
   cos, sin = atlas._rope_table(12, 6, Device.DEFAULT)
   q, k = [tensor(np.tile(rng(seed).normal(size=6), (12, 1))) for seed in (0, 1)]         # the same at all positions
@@ -902,7 +828,6 @@ def turned(x, position):
   angle = position * 10_000.0 ** (-np.arange(0, len(x), 2) / len(x))
   cos, sin = np.cos(angle), np.sin(angle)
   return np.concatenate([a * cos - b * sin, a * sin + b * cos])
-
 def attended(scores, values):
   """Softmax attention of one query: scores (L), values (L,.)."""
   weights = np.exp(scores)
@@ -948,12 +873,11 @@ class MemoryAsContext:
     q, k, v = [z[:, h] for z in self.qkv(y, "qkv")]
     q, k, v = unit(q), unit(k), v * sigmoid(v)
     gates = sigmoid(y @ self.p["gates"].T + self.p["gate_bias"])
-    eta, gamma, alpha, theta = np.split(gates, np.cumsum([H, H * cfg.window, H]), axis=-1)
-    eta = eta[:, h] * LOSSES["l2"].bound / cfg.chunk
-    gamma = self.heads(gamma)[:, h] / cfg.window
-    alpha, theta = alpha[:, h], theta[:, h]
+    pieces = np.split(gates, np.cumsum([H, H * cfg.window, H]), axis=-1)
+    eta, gamma, alpha, theta = [self.heads(z)[:, h] for z in pieces]             # (n,1), (n,window), (n,1), (n,1)
+    eta, gamma = eta * LOSSES["l2"].bound / cfg.chunk, gamma / cfg.window * (1 - theta)
     v = v / np.sqrt(1 + np.square(v).sum(-1, keepdims=True))
-    return q, k, k + v, alpha, theta, eta, gamma * (1 - theta)[:, None]
+    return q, k, k + v, alpha[:, 0], theta[:, 0], eta[:, 0], gamma
   def answer(self, y, q, name):
     return norm(y - q) * self.p[f"{name}_norm"] + self.cfg.key_dim ** 0.5 * q * self.p[f"{name}_skip"]
   def recalled(self, query, h, stored):
@@ -992,7 +916,6 @@ class MemoryAsContext:
       answers.append(self.answer(oracle(self.cfg, weights, q, *writes, toward=weights), q, "out"))
     gate = stored @ self.p["out_gate"].T + self.p["out_gate_bias"]
     return stored * ((np.concatenate(answers, axis=1) * gate * sigmoid(gate)) @ self.p["out"].T)
-
 @cases("persist", [2, 0])
 def test_memory_as_context_is_its_definition(persist):
   cfg = small("titans_mac", conv=0, chunk=2, window=2, attn_window=3, persist=persist, backend="ops")
@@ -1003,9 +926,7 @@ def test_memory_as_context_is_its_definition(persist):
   assert record("MAC against its definition", relative(y[0], MemoryAsContext(p, cfg)(x[0]))) < 1e-4
 
 # *** stress ***
-
 def resident_mb(): return int(Path("/proc/self/statm").read_text().split()[1]) // 256 if Path("/proc").exists() else 0
-
 def check_stress(pieces):
   """pieces: place of the first token, logits and state of every call."""
   resident = math.inf
@@ -1015,7 +936,6 @@ def check_stress(pieces):
   for name, z in state.items():
     if "M." in name: assert np.abs(z.numpy()).max() < 10, name
   assert resident_mb() < resident + 20, "memory grows with the stream"
-
 def calls(m, tokens):
   """The tokens, T a call, as check_stress wants them."""
   logits, state = m.first(tokens[:, :T])
@@ -1023,14 +943,12 @@ def calls(m, tokens):
   for start in range(T, tokens.shape[1], T):
     logits, state = m.more(tokens[:, start:start + T], state)
     yield start, logits, state
-
 @presets("linear_attention", "titans", "dla", "dot", "atlas", "transformer++", "swa", "titans_mac", rest=runs)
 def test_long_hostile_streams_stay_finite(name):
   """8K tokens; few where the state grows, and with it the cost of a token."""
   m = model(name)
   if not atlas.growing(m.cfg): check_stress(calls(m, experiments.hostile(8184, m.cfg.vocab)))
   else: check_stress(experiments.in_pieces(m.params, m.cfg, experiments.hostile(256, m.cfg.vocab)))
-
 @slow
 @cases("name", PRESETS)
 def test_very_long_hostile_streams_stay_finite(name):
@@ -1038,7 +956,6 @@ def test_very_long_hostile_streams_stay_finite(name):
   cfg = small(name, chunk=32, muon_every=4, horizon=128, **windows(name, 64))
   tokens = experiments.hostile(8192 if atlas.growing(cfg) else 65536, cfg.vocab)
   check_stress(experiments.in_pieces(atlas.init(cfg), cfg, tokens))
-
 @slow
 @cases("name", PRESETS)
 def test_a_trained_model_stays_finite_and_recovers_from_a_hostile_stream(name):
@@ -1053,7 +970,6 @@ def test_a_trained_model_stays_finite_and_recovers_from_a_hostile_stream(name):
   if name != "transformer++": assert max(after) < 1.05 * fresh, (after, fresh)
 
 # *** other devices: pytest -m devices ***
-
 def one_step(backend):
   """Loss and gradients, not yet computed, of a small titans and a small atlas."""
   steps = []
@@ -1067,13 +983,10 @@ def one_step(backend):
     loss = atlas.loss(params, cfg, Tensor(tokens), Tensor(targets))
     steps.append([loss, *loss.gradient(*get_state_dict(params).values())])
   return steps
-
 def numbers(steps): return [x.contiguous().numpy().ravel() for step in steps for x in step]
-
 ON_OPENCL = """import sys; sys.path.insert(0, sys.argv[1])
 import numpy, test_atlas
 numpy.savez(sys.argv[2], *test_atlas.numbers(test_atlas.one_step('auto')))"""
-
 @devices
 def test_a_training_step_on_opencl_is_that_on_the_cpu(tmp_path):
   command = [sys.executable, "-c", ON_OPENCL, str(Path(__file__).parent), str(tmp_path / "cl.npz")]
@@ -1094,7 +1007,6 @@ def kernels_of_a_step(monkeypatch):
       graphs += [u.src[0] for u in linear.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
   graphs += [graph for graph, _ in from_kernels]
   return list({graph.key: graph for graph in graphs}.values())
-
 @devices
 def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch):
   from tinygrad.device import Compiler
@@ -1114,7 +1026,6 @@ def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch)
   output([nvcc, "-arch=sm_80", "-cubin", *tmp_path.glob("*.cu")], cwd=tmp_path)
 
 # *** training ***
-
 class Trained(NamedTuple):
   losses: np.ndarray                     # of every step
   moments: dict[str, np.ndarray]         # the optimizer's first moments by parameter, after the first step
@@ -1129,7 +1040,6 @@ def first_moments(optimizer, params):
     for p, start in zip(group.params, group.pos_params):
       moments[names[id(p)]] = m[start:start + p.numel()]
   return moments
-
 def trained(name, batches, lr=0.02, accum=1, devices=1, **fields):
   """A small model after one step on each of the batches (tokens, targets)."""
   cfg, run = small(name, vocab=8, **fields), train.Run(devices=devices)
@@ -1145,13 +1055,10 @@ def trained(name, batches, lr=0.02, accum=1, devices=1, **fields):
       losses.append(step(*[train.shared(run, Tensor(z), 0) for z in batch])[0].item())
       if len(losses) == 1: moments = first_moments(optimizer, params)
   return Trained(np.array(losses), moments, {n: p.numpy() for n, p in params.items()})
-
 def noise(steps):
   tokens = rng(5).integers(0, 8, (steps, 8, 17)).astype(np.int32)
   return [(np.ascontiguousarray(t[:, :-1]), np.ascontiguousarray(t[:, 1:])) for t in tokens]
-
 def all_learn(result): return all(np.abs(m).max() > 0 for m in result.moments.values())
-
 @presets("linear_attention", "dot", "atlas", "swa", "titans_mac", rest=runs)
 def test_noise_is_not_predicted_and_every_parameter_learns(name):
   """On fresh uniform tokens no model gets below ln(V): where one does, it sees its targets."""
@@ -1160,7 +1067,6 @@ def test_noise_is_not_predicted_and_every_parameter_learns(name):
   assert last.mean() > math.log(8) - 4 * last.std() / 50 ** 0.5
   assert last.mean() < math.log(8) + 0.2 # and it has learned that there is nothing to predict
   assert all_learn(result)
-
 @pytest.mark.xdist_group("atlas")
 def test_one_batch_is_learned_by_heart():
   losses = trained("atlas", noise(1) * 150).losses
@@ -1180,13 +1086,11 @@ def test_a_batch_taken_in_parts_gives_the_same_steps_however_many_targets_each_h
   asked = rng(1).random((3, 8, 16)) < np.linspace(0, 0.7, 8)[:, None]
   batches = text + [(x, np.where(mask, y, -100)) for (x, y), mask in zip(task, asked)]
   agree("in parts against at once", trained("deltanet", batches, accum=4), trained("deltanet", batches))
-
 @slow
 @cases("name", PRESETS)
 def test_several_devices_take_the_same_steps_as_one(name):
   def on(n): return trained(name, noise(2), devices=n, accum=n, backend="ops", **windows(name, 8))
   agree("two devices against one", on(2), on(1), 1e-3 if small(name).optimizer == "muon" else 1e-4)
-
 @pytest.mark.xdist_group("titans")
 def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learns():
   full, half = [trained("titans", noise(12), dtype=dtype) for dtype in ("float32", "bfloat16")]
