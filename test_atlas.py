@@ -23,7 +23,6 @@ from tinygrad.nn.state import get_state_dict
 from tinygrad.uop.ops import Ops
 
 gc.set_threshold(100_000, 20, 100)       # Graphs are many objects that live long: searching them often costs time.
-
 slow, runs, devices = pytest.mark.slow, pytest.mark.runs, pytest.mark.devices
 cases, rng = pytest.mark.parametrize, np.random.default_rng
 worst: dict[str, float] = {}
