@@ -3,32 +3,41 @@
 The oracle is the definition: one head, one token after the other, in float64. All else is compared with it.
 
 python -m pytest -q test_atlas.py     the suite
-  -m runs                             the presets that the suite leaves out
+  -m runs                             the presets that the suite leaves out, and README's changes of the rule
   -m slow                             every combination of choices, and longer streams
   -m devices                          OpenCL, and the code for GPUs"""
 import os
 os.environ.setdefault("NOOPT", "1")      # Kernels compile in half the time. Values matter here, not speed.
 os.environ.setdefault("PARALLEL", "0")   # A process that compiles for tinygrad first compiles tinygrad's own patterns.
-import functools, gc, itertools, math, re, shutil, subprocess, sys
+import functools, gc, itertools, json, math, re, shutil, subprocess, sys
 from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import atlas, evaluate, experiments, kernels, train
-from tinygrad import Context, Device, Tensor, TinyJit, dtypes
+from rule import FEATURES, LOSSES
+from rule import STEPS as DIRECTIONS
+from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes
+from tinygrad.codegen.late.linearizer import CFGContext
 from tinygrad.nn.state import get_state_dict
+from tinygrad.uop.ops import Ops
 
 gc.set_threshold(100_000, 20, 100)       # Graphs are many objects that live long: searching them often costs time.
-
 slow, runs, devices = pytest.mark.slow, pytest.mark.runs, pytest.mark.devices
+cases, rng = pytest.mark.parametrize, np.random.default_rng
 worst: dict[str, float] = {}
 
-def relative(x, y):
-  return float(np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y))
+def output(command, **fields):
+  """What a program prints."""
+  done = subprocess.run(command, text=True, capture_output=True, **fields)
+  assert done.returncode == 0, done.stderr[-2000:]
+  return done.stdout
+def array(x): return (x.float().numpy() if isinstance(x, Tensor) else np.asarray(x)).astype(np.float64)
+def relative(x, y): return float(np.linalg.norm(array(x) - array(y)) / np.linalg.norm(array(y)))
+def finite(*results): return all(np.isfinite(array(x)).all() for x in results)
 def record(claim:str, error:float) -> float:
   worst[claim] = max(worst.get(claim, 0.0), error)
   return error
-
 @pytest.fixture(scope="session", autouse=True)
 def report(request):
   """Prints the worst error of each claim. Each of pytest-xdist's processes has its own: stderr is what they share."""
@@ -39,20 +48,17 @@ def report(request):
       print(f"\nworst relative errors: {errors}", file=sys.stderr, flush=True)
 
 # *** the oracle: one head, one token after the other, every weight of every token written out ***
-
 def gelu(z):
   """gelu in its tanh form, and its derivative."""
   slope = 2 * math.sqrt(2 / math.pi)
   s = 1 / (1 + np.exp(-slope * (z + 0.044715 * z ** 3)))
   return z * s, s + z * s * (1 - s) * slope * (1 + 3 * 0.044715 * z * z)
-
 @functools.cache
 def monomials(d, degree):
   """Places of the factors of every monomial, and in how many orders they can be multiplied."""
   def orders(f): return math.factorial(len(f)) / math.prod(math.factorial(f.count(i)) for i in set(f))
   places = [f for p in range(degree + 1) for f in itertools.combinations_with_replacement(range(d), p)]
   return [(f, orders(f)) for f in places]
-
 def lift(cfg, x, a):
   """phi(x): phi(x).phi(y) = sum_p a[p] (x.y)^p."""
   if cfg.features != "poly": return x
@@ -60,24 +66,20 @@ def lift(cfg, x, a):
   for places, orders in monomials(len(x), cfg.degree):
     features.append(np.sqrt(a[len(places)] * orders) * math.prod(x[i] for i in places))
   return np.array(features)
-
 def recall(cfg, M, x, raw):
   """M(x). raw: the key or query before the features, which a deep memory adds where the sizes agree."""
   if cfg.memory == "linear": return M["W"] @ x
   gate = M["W3"] @ x if cfg.memory == "gated" else 1
   y = M["W1"] @ (gelu(M["W2"] @ x)[0] * gate)
   return y + raw if len(raw) == len(y) else y
-
 def error(cfg, y, v):
   """The derivative of the loss with respect to the memory's output y."""
   return y - v if cfg.loss == "l2" else -v
-
 def gradient(cfg, M, k, v, a):
   """The gradient of the loss of one pair with respect to every matrix of M."""
   x = lift(cfg, k, a)
   e = error(cfg, recall(cfg, M, x, k), v)
-  def outer(u):
-    return Expansion(len(u), {tuple(x): u}) if cfg.features == "exp" else np.outer(u, x)
+  def outer(u): return Expansion(x[None], u[None]) if cfg.features == "exp" else np.outer(u, x)
   if cfg.memory == "linear": return {"W": outer(e)}
   act, slope = gelu(M["W2"] @ x)
   gate = M["W3"] @ x if cfg.memory == "gated" else np.ones_like(act)
@@ -85,7 +87,6 @@ def gradient(cfg, M, k, v, a):
   g = {"W1": np.outer(e, act * gate), "W2": outer(dh * gate * slope)}
   if cfg.memory == "gated": g["W3"] = outer(dh * act)
   return g
-
 def muon(S, steps):
   if S.shape[0] > S.shape[1]: return muon(S.T, steps).T
   X = S / np.sqrt((S * S).sum() + 1e-14)
@@ -93,10 +94,7 @@ def muon(S, steps):
     A = X @ X.T
     X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
   return X
-
-def direction(cfg, S):
-  return S if cfg.optimizer == "gd" else muon(S, cfg.ns_steps)
-
+def direction(cfg, S): return S if cfg.optimizer == "gd" else muon(S, cfg.ns_steps)
 def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma, *, toward=None):
   """Section 2 of the method, literally.
   weights (out,in), q, k (T,key_dim), v (T,value_dim), alpha, theta, eta (T,), gamma (T,window) -> y (T,value_dim).
@@ -118,33 +116,23 @@ def oracle(cfg, weights, q, k, v, alpha, theta, eta, gamma, *, toward=None):
   return np.stack(ys)
 
 # *** problems for it ***
-
 class Expansion:
   """The first layer of features=exp, W phi*(x) = sum_i coef_i exp(key_i . x), with the operators of a matrix."""
   __array_ufunc__ = None                 # numpy leaves products with its numbers to this class
-  def __init__(self, out, coefs):
-    self.out, self.coefs = out, coefs    # coefs: key -> coefficient (out,)
+  def __init__(self, keys, coefs): self.keys, self.coefs = keys, coefs       # (n,d), (n,out); a key may come twice
   def __add__(self, term):
     if not isinstance(term, Expansion): return self               # sum() starts with 0
-    total = self.coefs | {key: self.coefs.get(key, 0) + coef for key, coef in term.coefs.items()}
-    return Expansion(self.out, total)
-  def __mul__(self, weight):
-    return Expansion(self.out, {key: weight * coef for key, coef in self.coefs.items()})
-  def __sub__(self, term):
-    return self + term * -1.0
-  def __matmul__(self, x):
-    terms = [coef * np.exp(np.array(key) @ x) for key, coef in self.coefs.items()]
-    return sum(terms, np.zeros(self.out))
+    return Expansion(np.concatenate([self.keys, term.keys]), np.concatenate([self.coefs, term.coefs]))
+  def __mul__(self, weight): return Expansion(self.keys, weight * self.coefs)
+  def __sub__(self, term): return self + term * -1.0
+  def __matmul__(self, x): return np.exp(self.keys @ x) @ self.coefs
   __radd__, __rmul__ = __add__, __mul__
 
 INPUTS = ("q", "k", "v", "alpha", "theta", "eta", "gamma")
-
-def rule(**fields):
-  return atlas.Config(**{"key_dim": 3, "value_dim": 3, "heads": 2, "momentum": True, **fields})
-
+def rule(**fields): return atlas.Config(**{"key_dim": 3, "value_dim": 3, "heads": 2, "momentum": True, **fields})
 def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0, anchors=3):
   """Random weights (H,out,in) and inputs (B,H,T,.) in float64; two gates are exactly 0."""
-  r = np.random.default_rng(seed)
+  r = rng(seed)
   def normal(*shape): return r.normal(size=shape) * 0.6
   D = kernels.feature_size(d, cfg.features, cfg.degree)
   if cfg.memory == "linear": W = {"W": normal(H, dv, D)}
@@ -154,64 +142,49 @@ def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0, anchors=3):
     out = W.pop("W" if cfg.memory == "linear" else "W2").shape[1]
     W |= {"anchor_k": normal(H, anchors, d), "anchor_u": normal(H, anchors, out)}
   if cfg.features == "poly": W["a"] = r.uniform(0.2, 1, size=cfg.degree + 1)
-  alpha = r.uniform(0.7, 1, size=(B, H, T))
-  theta = r.uniform(0, 1, size=(B, H, T))
-  eta = r.uniform(0, 0.2, size=(B, H, T))
+  alpha, theta, eta = [r.uniform(low, high, size=(B, H, T)) for low, high in ((0.7, 1.0), (0.0, 1.0), (0.0, 0.2))]
   if T > 4: alpha[:, :, 3] = theta[:, :, 2] = 0
   q, k, v = [normal(B, H, T, size) for size in (d, d, dv)]
   gamma = r.uniform(size=(B, H, T, cfg.window))
   return W, dict(zip(INPUTS, (q, k, v, alpha, theta, eta, gamma)))
-
 def by_oracle(cfg, W, x, toward=None):
   """The oracle for every head and row: y (B,H,T,value_dim)."""
   def of_head(W, h):
     weights = {n: w if n == "a" else w[h] for n, w in W.items()}
     if cfg.features == "exp":
-      keys, coefs = weights.pop("anchor_k"), weights.pop("anchor_u")
       first = "W" if cfg.memory == "linear" else "W2"
-      weights[first] = Expansion(coefs.shape[1], {tuple(key): coef for key, coef in zip(keys, coefs)})
+      weights[first] = Expansion(weights.pop("anchor_k"), weights.pop("anchor_u"))
     return weights
   def head(b, h):
     target = of_head(toward, h) if toward else None
     return oracle(cfg, of_head(W, h), *[x[n][b, h] for n in INPUTS], toward=target)
   B, H = x["q"].shape[:2]
   return np.stack([np.stack([head(b, h) for h in range(H)]) for b in range(B)])
-
 def destination(cfg, W, **sizes):
   """An initial memory of the same sizes for forgetting to lead to; the features are those of W."""
   R, _ = problem(cfg, seed=1, **sizes)
   return R | {n: W[n] for n in ("a", "anchor_k") if n in W}
-
-def tensor(x):
-  return Tensor(np.ascontiguousarray(x, dtype=np.float32)).realize()
-def tensors(arrays):
-  return {n: tensor(x) for n, x in arrays.items()}
-def part_of(x, start, stop):
-  """Some tokens of the inputs."""
-  return {n: z[:, :, start:stop] for n, z in x.items()}
-
+def tensor(x): return Tensor(np.ascontiguousarray(x, dtype=np.float32)).realize()
+def tensors(arrays): return {n: tensor(x) for n, x in arrays.items()}
+def part_of(x, start, stop): return {n: z[:, :, start:stop] for n, z in x.items()}
 def read(cfg, W, x, **changed):
   """y of kernels.memory, for inputs of which some may be changed."""
   return kernels.memory(cfg, tensors(W), **tensors(x | changed))[0].numpy()
 
 # *** the rule: the chunked form is the definition ***
-
 STEPS: dict[str, dict] = {"gd": dict(momentum=False), "momentum": {}, "muon": dict(optimizer="muon"),
                           "muon_every": dict(optimizer="muon", muon_every=2)}
 AXES = ("linear", "mlp", "gated"), ("identity", "poly"), ("l2", "dot"), STEPS, ("1", "3", "5"), ("1", "4", "16")
 CASES = ["-".join(choices) for choices in itertools.product(*AXES)]
 CASES = [case for case in CASES if not ("muon_every" in case and case.endswith("-1"))]       # which does not divide 1
-
 def from_case(case, **fields):
   """The rule of "memory-features-loss-step-window-chunk"."""
   memory, features, loss, step, window, chunk = case.split("-")
   fields |= dict(memory=memory, features=features, loss=loss, window=int(window), chunk=int(chunk))
   return rule(**fields | STEPS[step])
-
 def forms(case):
   """The rule in each form that has it."""
   return [from_case(case, backend=backend) for backend in (["ops"] if "-exp-" in case else ["ops", "fused"])]
-
 def covering():
   """A small set of cases in which every pair of choices occurs, picked greedily."""
   pairs = {case: set(itertools.combinations(enumerate(case.split("-")), 2)) for case in CASES}
@@ -220,132 +193,117 @@ def covering():
     best = max(pairs, key=lambda case: len(pairs[case] & missing))
     missing -= pairs[best]
     yield best
-
 PAIRWISE = list(covering())
-BOTH = pytest.mark.parametrize("backend", ["ops", "fused"])
-
-def check_case(case, backend="ops", bound=1e-4, **sizes):
-  """Newton-Schulz amplifies the rounding of small singular values, up to 3.4445^5 = 480 times."""
-  cfg = from_case(case, backend=backend)
+def check_case(case, bound=1e-4, **sizes):
+  """In every form, with the weights in another order than theirs.
+  Newton-Schulz amplifies the rounding of small singular values, up to 3.4445^5 = 480 times."""
+  cfg = from_case(case)
   W, x = problem(cfg, **sizes)
-  kind = "Muon" if cfg.window > 1 else "Muon of low rank"
+  kind, expected = "Muon" if cfg.window > 1 else "Muon of low rank", by_oracle(cfg, W, x)
   if cfg.optimizer == "gd": kind, bound = "gradient steps", 1e-5
-  assert record(f"memory against the oracle, {kind}", relative(read(cfg, W, x), by_oracle(cfg, W, x))) < bound
+  for form in forms(case):
+    y = read(form, dict(reversed(W.items())), x)
+    assert record(f"memory against the oracle, {kind}", relative(y, expected)) < bound, form.backend
 
-def test_covering_set_is_small():
-  assert len(PAIRWISE) <= 24
-
-@BOTH
-@pytest.mark.parametrize("case", PAIRWISE)
-def test_memory_is_the_definition(case, backend):
-  check_case(case, backend)
-
+def test_covering_set_is_small(): assert len(PAIRWISE) <= 24
+@cases("case", PAIRWISE)
+def test_memory_is_the_definition(case): check_case(case)
 @slow
-@BOTH
-@pytest.mark.parametrize("case", CASES)
-def test_memory_is_the_definition_in_every_combination(case, backend):
+@cases("case", CASES)
+def test_memory_is_the_definition_in_every_combination(case):
   """With a window of 1 the momentum has a low rank: there the bound is that of Newton-Schulz on such matrices."""
   cfg = from_case(case)
-  check_case(case, backend, 1e-4 if cfg.window > 1 else 1e-3, B=2, T=11, dv=4 if cfg.loss == "l2" else 3)
-
-@BOTH
-@pytest.mark.parametrize("T,dv", [(1, 3), (4, 4), (9, 2)])
-def test_memory_takes_any_length_and_value_size(T, dv, backend):
-  check_case("mlp-poly-l2-momentum-3-4", backend, B=2, T=T, dv=dv)
-
-@pytest.mark.parametrize("case,sizes", [("linear-exp-l2-gd-1-4", {}), ("mlp-exp-l2-momentum-3-4", dict(B=2)),
-                                        ("mlp-exp-dot-momentum-3-1", dict(anchors=1, T=5, dv=2)),
-                                        ("linear-exp-l2-momentum-3-16", dict(anchors=0, dv=2)),
-                                        ("mlp-exp-dot-gd-1-16", dict(T=18))], ids=str)
-def test_an_expansion_over_the_tokens_is_the_definition(case, sizes):
-  check_case(case, **sizes)
-
-def test_a_jitted_step_of_the_memory_itself_streams():
+  check_case(case, 1e-4 if cfg.window > 1 else 1e-3, B=2, T=11, dv=4 if cfg.loss == "l2" else 3)
+@cases("case", ["mlp-poly-l2-momentum-3-4", "mlp-exp-l2-momentum-3-4"])
+@cases("T,dv", [(1, 3), (4, 4), (9, 2)])
+def test_memory_takes_any_length_and_value_size(case, T, dv): check_case(case, B=2, T=T, dv=dv)
+@cases("case,sizes", [("linear-exp-l2-gd-1-4", {}), ("mlp-exp-dot-momentum-3-1", dict(anchors=1, T=5, dv=2)),
+                      ("linear-exp-l2-momentum-3-16", dict(anchors=0, dv=2)),
+                      ("mlp-exp-dot-gd-1-16", dict(T=18))], ids=str)
+def test_an_expansion_over_the_tokens_is_the_definition(case, sizes): check_case(case, **sizes)
+@cases("size", [1, 3])
+def test_jitted_calls_of_the_memory_stream_and_one_that_starts_elsewhere_gives_nan_in_its_state_too(size):
   cfg = rule(memory="linear", window=2, chunk=3)
-  W, x = problem(cfg)
+  W, x = problem(cfg, T=12)
+  pieces = [tensors(part_of(x, t, t + size)) for t in range(0, 12, size)]
   memory: Any = functools.partial(kernels.memory, cfg, tensors(W))
-  step, ys = TinyJit(memory), []
-  y, state = memory(*tensors(part_of(x, 0, 1)).values())
-  for t in range(1, 10):
+  (y, state), step, ys = memory(**pieces[0]), TinyJit(memory), []
+  for piece in pieces[1:]:
     ys.append(y.numpy())
-    y, state = step(*tensors(part_of(x, t, t + 1)).values(), state=state)
+    y, state = step(**piece, state=state)
   assert relative(np.concatenate([*ys, y.numpy()], 2), by_oracle(cfg, W, x)) < 1e-5
+  y, after = step(**piece, state=state | {"position": Tensor(13).clone()})
+  assert all(np.isnan(z.numpy()).all() == (size > 1) for z in (y, *after.values()) if z.ndim)
+
+def test_slow_forgetting_is_not_rounded_away_token_by_token():
+  """M = R + a small difference: 2,000 tokens of alpha = 1 - 2^-20 without a write, each of which float32 rounds."""
+  cfg = rule(memory="linear", chunk=1, momentum=False)
+  W, x = problem(cfg, H=1, T=1)
+  R, alpha = np.ones_like(W["W"]), np.full_like(x["alpha"], 1 - 2.0 ** -20)
+  inputs = tensors(x | {"alpha": alpha, "eta": 0 * alpha})
+  memory: Any = functools.partial(kernels.memory, cfg, {"W": tensor(1.01 * R)}, **inputs, toward={"W": tensor(R)})
+  (_, state), step = memory(), TinyJit(memory)
+  for _ in range(1999): _, state = step(state=state)
+  difference = array(state["M.W"]) - 1 + array(state["low.W"])
+  assert relative(difference, 0.01 * alpha ** 2000 * R) < 1e-4 < relative(difference, 0.01 * R)
 
 def in_pieces(cfg, W, x, sizes, toward=None):
-  """Calls of so many tokens each: y of all, the state after each, and the weights and inputs that were given."""
+  """Calls of so many tokens each: y of all, and the weights and inputs that were given."""
   weights, state, start = tensors(W), None, 0
   memory: Any = functools.partial(kernels.memory, cfg, weights, toward=toward and tensors(toward))
-  variables, ys, states = list(weights.values()), [], []
+  variables, ys = list(weights.values()), []
   for size in sizes:
     inputs = tensors(part_of(x, start, start + size)).values()
     y, state = memory(*inputs, state=state)
     variables += inputs
     ys.append(y)
-    states.append(state)
     start += size
-  return Tensor.cat(*ys, dim=2), states, variables
-
-@pytest.mark.parametrize("case", ["mlp-poly-l2-muon_every-3-4", "linear-identity-dot-gd-1-4", "mlp-exp-l2-momentum-3-4",
-                                  pytest.param("gated-poly-l2-momentum-3-4", marks=runs)])
+  return Tensor.cat(*ys, dim=2), variables
+@cases("case", ["mlp-poly-l2-muon_every-3-4", "linear-identity-dot-gd-1-4", "mlp-exp-l2-momentum-3-4",
+                pytest.param("gated-poly-l2-momentum-3-4", marks=runs)])
 def test_forgetting_leads_to_where_it_is_told_also_in_pieces(case):
-  """The second call starts inside a chunk. check_gradients has the same in one call."""
+  """The second call starts inside a chunk. The test of gradients has the same in one call."""
   W, x = problem(from_case(case), T=11)
   R = destination(from_case(case), W)
   expected = by_oracle(from_case(case), W, x, R)
   assert relative(expected, by_oracle(from_case(case), W, x)) > 0.01
   for cfg in forms(case):
-    y, *_ = in_pieces(cfg, W, x, (6, 5), R)
-    error = record("memory against the oracle, forgetting towards M_0", relative(y.numpy(), expected))
+    y, _ = in_pieces(cfg, W, x, (6, 5), R)
+    error = record("memory against the oracle, forgetting towards M_0", relative(y, expected))
     assert error < (1e-5 if cfg.optimizer == "gd" else 1e-4)
 
-def test_an_expansion_streams_from_anywhere_in_a_chunk_and_grows_when_full():
-  cfg = from_case("mlp-exp-l2-momentum-3-4")
-  W, x = problem(cfg, H=1, T=66)
-  y, states, _ = in_pieces(cfg, W, x, (22, 22, 22))
-  assert record("memory against the oracle, gradient steps", relative(y.numpy(), by_oracle(cfg, W, x))) < 1e-5
-  assert [state["keys"].shape[2] - 3 for state in states] == [64, 64, 256]
-
 def test_features_come_by_degree_then_combination():
-  x = np.random.default_rng(0).normal(size=(2, 4))
+  x = rng(0).normal(size=(2, 4))
   cfg, a = rule(features="poly", degree=3, key_dim=4), np.array([1, 0.5, 0.3, 0.1])
   result = kernels.phi(cfg, tensor(x), tensor(a)).numpy()
   assert relative(result, np.stack([lift(cfg, row, a) for row in x])) < 1e-6
   series = np.polynomial.Polynomial(a)   # sum_p a[p] z^p
   assert np.allclose(result[0] @ result[1], series(x[0] @ x[1]), rtol=1e-5)
 
-def test_weights_come_in_any_order():
-  for backend, step in (("ops", "momentum"), ("fused", "muon")):
-    cfg = from_case(f"gated-identity-l2-{step}-1-4", backend=backend)
-    W, x = problem(cfg)
-    assert relative(read(cfg, dict(reversed(W.items())), x), by_oracle(cfg, W, x)) < 1e-4
-
 # *** its gradients ***
-
-def slopes(loss, array):
+def slopes(loss, x):
   """The derivative of loss() with respect to each element of a complex array.
   Im loss(x + ih) / h is a finite difference without cancellation, since nothing is subtracted."""
-  result = np.zeros(array.shape)
-  for i in np.ndindex(array.shape):
-    array[i] += 1e-30j
+  result = np.zeros(x.shape)
+  for i in np.ndindex(x.shape):
+    x[i] += 1e-30j
     result[i] = loss().imag / 1e-30
-    array[i] -= 1e-30j
+    x[i] -= 1e-30j
   return result
 
 GRADIENT_CASES = ["mlp-poly-l2-muon-3-4", "gated-poly-l2-momentum-2-3", "mlp-identity-dot-gd-5-2",
                   "linear-poly-l2-muon_every-1-4", "mlp-exp-l2-momentum-3-4", "linear-exp-dot-gd-2-3"]
-
-@pytest.mark.parametrize("case", [*GRADIENT_CASES, *[pytest.param(case, marks=slow) for case in PAIRWISE]])
+@cases("case", [*GRADIENT_CASES, *[pytest.param(case, marks=slow) for case in PAIRWISE]])
 def test_gradients_are_the_finite_differences_of_the_oracle(case):
   """Forgetting leads to a second memory, whose gradients are checked as well."""
   cfg, sizes = from_case(case), dict(H=1, T=7, d=2, dv=2, hidden=3)
   W, x = problem(cfg, **sizes)
   R = destination(cfg, W, **sizes)
-  cotangent = np.random.default_rng(1).normal(size=x["v"].shape)
+  cotangent = rng(1).normal(size=x["v"].shape)
   low_rank = case.split("-")[3] == "muon" and cfg.window == 1    # where rounding is amplified most
   kind, bound = ("Muon of low rank", 1e-2) if low_rank else ("all others", 1e-3)
 
-  def as_complex(arrays): return {n: z.astype(complex) for n, z in arrays.items()}
-  W64, x64, R64 = as_complex(W), as_complex(x), as_complex(R)
+  W64, x64, R64 = [{n: z.astype(complex) for n, z in arrays.items()} for arrays in (W, x, R)]
   R64 |= {n: W64[n] for n in ("a", "anchor_k") if n in W64}
   def loss(): return (by_oracle(cfg, W64, x64, R64) * cotangent).sum()
   inputs = W64 | x64 | {f"toward {n}": z for n, z in R64.items() if n not in ("a", "anchor_k")}
@@ -359,37 +317,30 @@ def test_gradients_are_the_finite_differences_of_the_oracle(case):
     scalar = (y * tensor(cotangent)).sum()
     gradients = scalar.gradient(*[variables[n] for n in expected])
     Tensor.realize(y, *gradients)
-    assert relative(y.numpy(), by_oracle(cfg, W, x, R)) < bound / 10
+    assert relative(y, by_oracle(cfg, W, x, R)) < bound / 10
     for (name, derivative), g in zip(expected.items(), gradients):
       assert np.linalg.norm(derivative) > 0, name
-      error = record(f"gradients against the oracle, {kind}", relative(g.numpy(), derivative))
+      error = record(f"gradients against the oracle, {kind}", relative(g, derivative))
       assert error < bound, (name, form.backend)
 
 def gradients_in_pieces(cfg, W, x, sizes):
   """Gradients to all weights and inputs, to every piece of an input for itself."""
-  y, _, variables = in_pieces(cfg, W, x, sizes)
+  y, variables = in_pieces(cfg, W, x, sizes)
   gradients = y.sin().sum().gradient(*variables)
   Tensor.realize(*gradients)
   return [g.numpy() for g in gradients]
-
-@pytest.mark.parametrize("case", ["linear-identity-l2-momentum-3-4",
-                                  pytest.param("mlp-identity-l2-momentum-3-4", marks=runs)])
-def test_the_kernels_gradients_are_those_of_the_operations_through_the_state_too(case):
+@cases("case", ["linear-identity-l2-momentum-3-4", pytest.param("mlp-identity-l2-momentum-3-4", marks=runs),
+                pytest.param("mlp-exp-l2-momentum-3-4", marks=slow)])
+def test_gradients_flow_through_the_state_in_every_form(case):
   """Two calls, the second starting inside a chunk: gradients flow back through base, M, S and the window's tail."""
   W, x = problem(from_case(case), T=12, d=2, dv=2)
-  ops, fused = [gradients_in_pieces(cfg, W, x, (6, 6)) for cfg in forms(case)]
-  for g, expected in zip(fused, ops):
-    assert record("one kernel against stock operations", relative(g, expected)) < 1e-5
-
-@slow
-def test_gradients_of_an_expansion_flow_through_its_state():
-  cfg = from_case("mlp-exp-l2-momentum-3-4")
-  W, x = problem(cfg, T=11, d=2, dv=2)
-  pieces, expected = [gradients_in_pieces(cfg, W, x, sizes) for sizes in ((6, 5), (11,))]
   n, m = len(W), len(INPUTS)
-  inputs = [np.concatenate(pair, 2) for pair in zip(pieces[n:n + m], pieces[n + m:])]
-  for g, e in zip(pieces[:n] + inputs, expected, strict=True):
-    assert relative(g, e) < 1e-5
+  expected = gradients_in_pieces(from_case(case, backend="ops"), W, x, (12,))
+  for cfg in forms(case):
+    pieces = gradients_in_pieces(cfg, W, x, (6, 6))
+    inputs = [np.concatenate(pair, 2) for pair in zip(pieces[n:n + m], pieces[n + m:])]
+    for g, e in zip(pieces[:n] + inputs, expected, strict=True):
+      assert record("gradients in pieces against at once", relative(g, e)) < 1e-5
 
 def test_ignored_gates_get_zero_gradients_and_feature_coefficients_of_zero_finite_ones():
   cfg = rule(memory="linear", features="poly", momentum=False)
@@ -398,11 +349,10 @@ def test_ignored_gates_get_zero_gradients_and_feature_coefficients_of_zero_finit
   weights, inputs = tensors(W), tensors(x)
   loss = kernels.memory(cfg, weights, **inputs)[0].square().sum()
   g_theta, g_a = [g.numpy() for g in loss.gradient(inputs["theta"], weights["a"])]
-  assert (g_theta == 0).all() and np.isfinite(g_a).all() and np.abs(g_a).max() > 0
+  assert not g_theta.any() and finite(g_a) and np.abs(g_a).max() > 0
 
 # *** its special cases ***
-
-@pytest.mark.parametrize("step", ["momentum", "muon"])
+@cases("step", ["momentum", "muon"])
 def test_without_a_step_only_forgetting_is_left_and_twice_the_step_moves_twice_as_far(step):
   cfg = from_case(f"linear-identity-l2-{step}-1-4")
   W, x = problem(cfg, T=5)
@@ -430,8 +380,7 @@ def test_window_1_chunk_1_linear_is_the_textbook_delta_rule():
     M = alpha[t] * M - beta * np.outer(M @ k[t] - v[t], k[t])
     ys.append(M @ q[t])
   assert relative(read(cfg, W, x)[0, 0], np.stack(ys)) < 1e-5
-
-@pytest.mark.parametrize("features,similarity", [("identity", np.positive), ("exp", np.exp)])
+@cases("features,similarity", [("identity", np.positive), ("exp", np.exp)])
 def test_dot_loss_is_linear_attention_and_with_an_expansion_unnormalised_attention(features, similarity):
   cfg = from_case(f"linear-{features}-dot-gd-1-4")
   W, x = problem(cfg, anchors=0)
@@ -441,7 +390,7 @@ def test_dot_loss_is_linear_attention_and_with_an_expansion_unnormalised_attenti
   assert relative(y, np.einsum("bhts,bhsv->bhtv", weights, x["v"])) < 1e-5
 
 def test_quadratic_features_recall_more_pairs_than_the_key_is_long_and_identity_does_not():
-  r = np.random.default_rng(3)
+  r = rng(3)
   d, pairs, rounds = 4, 10, 40
   keys, values = r.normal(size=(pairs, d)), r.normal(size=(pairs, d))
   keys /= np.linalg.norm(keys, axis=1, keepdims=True)
@@ -450,61 +399,54 @@ def test_quadratic_features_recall_more_pairs_than_the_key_is_long_and_identity_
     cfg = rule(memory="linear", features=features, chunk=pairs, momentum=False, key_dim=d, value_dim=d)
     W = {"W": np.zeros((1, d, kernels.feature_size(d, features, 2)))}
     if features == "poly": W["a"] = np.array([1, 1, 0.5])
-    def call(eta, times, state):
-      k, v = [np.tile(z, (times, 1))[None, None] for z in (keys, values)]
-      ones = np.ones((1, 1, times * pairs))
-      x = dict(zip(INPUTS, (k, k, v, ones, 0 * ones, eta * ones, ones[..., None])))
-      return kernels.memory(cfg, tensors(W), **tensors(x), state=state)
-    _, state = call(0.15, rounds, None)
-    answers = call(0.0, 1, state)[0].numpy()[0, 0]               # a step of 0 only reads
+    k, v = [np.tile(z, (rounds + 1, 1))[None, None] for z in (keys, values)]
+    ones = np.ones(k.shape[:3])
+    eta = 0.15 * ones
+    eta[..., -pairs:] = 0                                        # a step of 0 only reads
+    x = dict(zip(INPUTS, (k, k, v, ones, 0 * ones, eta, ones[..., None])))
+    answers = read(cfg, W, x)[0, 0, -pairs:]
     nearest = ((answers[:, None] - values) ** 2).sum(-1).argmin(1)
     return int((nearest == np.arange(pairs)).sum())
   assert recalled("poly") == pairs > recalled("identity")
 
 # *** Newton-Schulz ***
-
-def flattened(S):
-  return kernels.newton_schulz(tensor(S), 5).numpy()
-
-@pytest.mark.parametrize("shape", [(8, 8), (8, 9), (8, 20), (20, 8)])
+def flattened(S): return kernels.newton_schulz(tensor(S), 5).numpy()
+@cases("shape", [(8, 8), (8, 9), (8, 20), (20, 8)])
 def test_newton_schulz_flattens_singular_values_and_equals_float64(shape):
   """Nearly square matrices are iterated themselves, for others it is their Gram matrix."""
-  r = np.random.default_rng(0)
+  r = rng(0)
   U, _, V = np.linalg.svd(r.normal(size=(3, *shape)), full_matrices=False)
   well = U * np.linspace(0.3, 1, min(shape)) @ V
   poor = (U * (np.arange(min(shape)) < 3)) @ V
-  result = flattened(well)
-  assert (np.abs(np.linalg.svd(result, compute_uv=False) - 1) < 0.35).all()
-  assert record("Newton-Schulz, well-conditioned", relative(result, np.stack([muon(s, 5) for s in well]))) < 1e-5
-  assert record("Newton-Schulz, rank-deficient", relative(flattened(poor), np.stack([muon(s, 5) for s in poor]))) < 1e-3
-
-@pytest.mark.parametrize("shape", [(4, 5), (4, 12)])
+  def error(S): return relative(flattened(S), np.stack([muon(s, 5) for s in S]))
+  assert (np.abs(np.linalg.svd(flattened(well), compute_uv=False) - 1) < 0.35).all()
+  assert record("Newton-Schulz, well-conditioned", error(well)) < 1e-5
+  assert record("Newton-Schulz, rank-deficient", error(poor)) < 1e-3
+@cases("shape", [(4, 5), (4, 12)])
 def test_newton_schulz_and_its_gradient_are_finite_at_zero_tiny_and_rank_one(shape):
-  r = np.random.default_rng(0)
+  r = rng(0)
   rank_one = np.outer(r.normal(size=shape[0]), r.normal(size=shape[1]))
   S = np.stack([np.zeros(shape), 1e-12 * r.normal(size=shape), rank_one])
   x = tensor(S)
   y = kernels.newton_schulz(x, 5)
   g, = (y * tensor(r.normal(size=S.shape))).sum().gradient(x)
-  assert np.isfinite(y.numpy()).all() and np.isfinite(g.numpy()).all()
-  assert (y.numpy()[0] == 0).all()
+  assert finite(y, g) and not y.numpy()[0].any()
 
 # *** kernels ***
-
-@pytest.mark.parametrize("G,R,K,C", [(1, 5, 7, 3), (2, 8, 12, 16), (3, 1, 16, 20),
-                                     (1, 6, 33, 29), (1, 24, 520, 48)])
+@cases("G,R,K,C", [(1, 5, 7, 3), (2, 8, 12, 16), (3, 1, 16, 20),
+                   (1, 6, 33, 29), (1, 24, 520, 48)])
 def test_matmul_is_the_product_and_so_are_its_gradients(G, R, K, C):
-  rng = np.random.default_rng(0)
+  r = rng(0)
   def transposed(z, yes): return z.swapaxes(1, 2) if yes else z
   for xt, yt in itertools.product((False, True), repeat=2):
-    X, Y = rng.normal(size=(G, R, K)), rng.normal(size=(G, K, C))
+    X, Y = r.normal(size=(G, R, K)), r.normal(size=(G, K, C))
     x, y = tensor(transposed(X, xt)), tensor(transposed(Y, yt))
     product = kernels.matmul(x, y, xt, yt)
     dx, dy = product.sin().sum().gradient(x, y)
     cosine = np.cos(X @ Y)
-    assert relative(product.numpy(), X @ Y) < 1e-5
-    assert relative(transposed(dx.numpy(), xt), cosine @ Y.swapaxes(1, 2)) < 1e-5
-    assert relative(transposed(dy.numpy(), yt), X.swapaxes(1, 2) @ cosine) < 1e-5
+    assert relative(product, X @ Y) < 1e-5
+    assert relative(transposed(array(dx), xt), cosine @ Y.swapaxes(1, 2)) < 1e-5
+    assert relative(transposed(array(dy), yt), X.swapaxes(1, 2) @ cosine) < 1e-5
 
 def largest_tensor(cfg):
   """Elements of the largest intermediate of a read of 256 tokens by one head of 16 with a hidden size of 64."""
@@ -529,27 +471,140 @@ def test_the_stock_form_launches_few_kernels_a_chunk():
     launches.append(len(y.schedule_linear(*gradients).src))
   assert 4 < (launches[1] - launches[0]) / 4 <= 24
 
-# *** the model: one small model per preset, whose compiled calls serve all its tests ***
+# *** nothing wrong in silence ***
+def checked(**fields):
+  cfg = rule(memory="linear", chunk=4, window=2, **fields)
+  W, x = problem(cfg, B=2, T=4)
+  return cfg, tensors(W), tensors(x)
+def types(*results): return {z.dtype for z in results}
+@cases("dtype,bound", [(dtypes.half, 1e-2), (dtypes.bfloat16, 5e-2), (dtypes.double, 1e-6)], ids=str)
+def test_arguments_of_another_dtype_are_cast_and_their_gradients_come_back(dtype, bound):
+  cfg, W, x = checked()
+  def cast(arguments): return {n: z.cast(dtype).realize() for n, z in arguments.items()}
+  inputs = cast(x)
+  y, state = kernels.memory(cfg, cast(W), **inputs)
+  gradient, = y.square().sum().gradient(inputs["k"])
+  assert types(y, *state.values()) == {dtypes.float, dtypes.int}
+  assert gradient.dtype == dtype and finite(gradient)
+  assert relative(y, kernels.memory(cfg, W, **x)[0]) < bound
+@cases("backend", ["ops", "fused"])
+def test_arguments_of_other_shapes_are_named_with_the_right_shape(backend):
+  cfg, W, x = checked(backend=backend)
+  wrong = {"k": x["k"][:1], "v": x["v"][:, :, :2], "gamma": x["gamma"][..., :1],
+           "alpha": x["alpha"][:, :, :3], "eta": x["eta"].unsqueeze(-1), "theta": None}
+  narrow = {"W": W["W"][:, :, :2]}
+  state = kernels.initial_state(cfg, W, 1, 3)
+  lacking = {n: z for n, z in state.items() if "W" not in n} | {"base.W": W["W"]}
+  def refused(message, weights=W, **changed):
+    with pytest.raises(ValueError, match=message): kernels.memory(cfg, weights, **x | changed)
+  for name, z in wrong.items():
+    refused(rf"^{name} (has shape .* takes \(2, 2, 4|is a NoneType)", **{name: z})
+  refused(r"^k has shape \(2, .* takes \(1, 2, 4, 3", q=x["q"][:1])           # q is what tells B, H and T
+  for weights in (narrow, {"W": W["W"][:1]}, {}): refused("weights", weights)
+  refused(r"toward\['W'\] has shape", toward=narrow)
+  refused(r"state\['base.W'\] has shape \(1,", state=state)
+  refused("state has no 'M.W'", state=lacking)
 
+def test_recall_before_the_first_token_reads_the_initial_memory_of_every_row():
+  cfg, W, x = checked()
+  y = kernels.recall(cfg, W, kernels.initial_state(cfg, W, 2, 3), x["q"])
+  assert relative(y, np.einsum("hoi,bhti->bhto", array(W["W"]), array(x["q"]))) < 1e-6
+
+def test_matmul_broadcasts_leading_axes_as_numpy_does_or_says_that_it_cannot():
+  r = rng(0)
+  for a, b in (((4, 5), (2, 5, 8)), ((2, 1, 4, 5), (3, 5, 8)), ((2, 4, 5), (5, 8))):
+    x, y = r.normal(size=a), r.normal(size=b)
+    assert relative(kernels.matmul(tensor(x), tensor(y)), x @ y) < 1e-6
+  z = kernels.matmul(tensor(x).half(), tensor(y))
+  assert z.dtype == dtypes.float and finite(z)
+  wrong: tuple = ((3, 4, 5), (2, 5, 8), "do not broadcast"), ((4, 5), (4, 8), "do not meet"), ((5,), (5, 8), "two axes")
+  for a, b, message in wrong:
+    with pytest.raises(ValueError, match=message): kernels.matmul(Tensor.zeros(*a), Tensor.zeros(*b))
+
+def test_an_operation_that_a_kernel_does_not_have_is_refused():
+  m: Any = kernels.Kernel(UOp.placeholder((64,), dtypes.float, 0), None, True).new((2, 3))
+  for call in (lambda: m.sum(-1), lambda: m.transpose(0, 0), lambda: m ** 0.5, lambda: m.cat(m, dim=0), lambda: m @ m,
+               lambda: m + m.transpose(), lambda: m.eye(2, dtype=dtypes.half)):
+    with pytest.raises((NotImplementedError, ValueError)): call()
+  with pytest.raises(AttributeError): m.flatten()
+  assert m.sum(-1, keepdim=True).shape == (2, 1)
+  assert m.sum((-1, -2), keepdim=True).shape == (1, 1)
+
+def recorded(monkeypatch):
+  """The graph and the program of every kernel that kernels.py compiles from now on; those it has are forgotten."""
+  result, compiled = [], kernels.compiled
+  def recording(args, size, sink, device):
+    kernel = compiled(args, size, sink, device)
+    result.append((sink, kernel.program))
+    return kernel
+  monkeypatch.setattr(kernels, "compiled", recording)
+  codegen.to_program_cache.clear()
+  for cached in (kernels.memory_kernel, kernels.matmul_kernel): cached.cache_clear()
+  return result
+def source(program): return next(u.arg for u in program.src if u.op is Ops.SOURCE)
+@cases("step", ["momentum", "muon"])
+def test_loops_of_a_kernel_have_tinygrads_order_and_its_code_is_the_same(step, monkeypatch):
+  cfg = from_case(f"linear-identity-l2-{step}-2-2", backend="fused")
+  edges = []
+  class Compared(kernels.LoopOrder):
+    def __init__(self, sink):
+      super().__init__(sink)
+      edges.append((self.edges, CFGContext(sink).edges))
+  def code(order):
+    """The C code of a memory kernel and of its backward kernel."""
+    W, x = map(tensors, problem(cfg, T=4))
+    with monkeypatch.context() as patch:
+      patch.setattr(kernels, "LoopOrder", order)
+      programs = recorded(patch)
+      kernels.memory(cfg, W, **x)[0].sum().gradient(x["k"])
+    return [source(program) for _, program in programs]
+  codes = code(Compared)
+  assert len(codes) == len(edges) == 2
+  assert all(len(expected) > 4 and order == expected for order, expected in edges)
+  assert codes == code(CFGContext)
+CHANGES = {"huber": "mlp-identity-huber-momentum-2-3", "rms": "mlp-identity-l2-rms-2-3",
+           "squares": "mlp-squares-l2-momentum-2-3"}
+CHANGED_ORACLE = """
+import numpy as np, test_atlas as t
+error, direction, lift = t.error, t.direction, t.lift
+def norm(e): return np.sqrt((e * e).sum())
+def huber(e): return e if norm(e).real <= 1 else e / norm(e)
+t.error = lambda cfg, y, v: huber(y - v) if cfg.loss == "huber" else error(cfg, y, v)
+t.direction = lambda cfg, S: S / np.sqrt((S * S).mean() + 1e-6) if cfg.optimizer == "rms" else direction(cfg, S)
+t.lift = lambda cfg, x, a: np.concatenate([x, x * x]) if cfg.features == "squares" else lift(cfg, x, a)
+t.STEPS["rms"] = dict(optimizer="rms")
+t.test_gradients_are_the_finite_differences_of_the_oracle(CASE)
+import json; print(json.dumps(t.worst))
+"""
+@runs
+@cases("change,case", CHANGES.items())
+def test_a_change_of_the_rule_as_the_readme_shows_it_is_the_oracle_in_both_forms(change, case, tmp_path):
+  """A copy of the project with one diff applied: values and gradients, in stock operations and in one kernel."""
+  folder = Path(__file__).parent
+  diffs = re.findall(r"```diff\n(.*?)```", (folder / "README.md").read_text(), re.S)
+  diff, = [diff for diff in diffs if f'"{change}"' in diff]
+  assert sum(line.startswith("+") for line in diff.splitlines()) - 1 <= 8
+  for path in folder.glob("*.py"): shutil.copy(path, tmp_path)
+  output(["git", "apply", "--unidiff-zero", "--recount"], input=diff, cwd=tmp_path)
+  worst_errors = output([sys.executable, "-c", CHANGED_ORACLE.replace("CASE", repr(case))], cwd=tmp_path)
+  record(f"{change}, a changed rule", max(json.loads(worst_errors).values()))
+
+# *** the model: one small model per preset, whose compiled calls serve all its tests ***
 SMALL = dict(vocab=16, dim=16, layers=1, heads=2, key_dim=4, value_dim=4, mlp_ratio=1.0, chunk=8,
              muon_every=2, horizon=11)
 PRESETS = list(atlas.PRESETS)
 T = 24                                   # tokens of a call: whole chunks of 8, and whole segments of 12
-
 def presets(*names, rest:Any=None):
   """A test of these presets, and with the mark `rest` of all others. One process has all tests of a preset."""
   def parameter(name):
     marks = [pytest.mark.xdist_group(name)]
     if name not in names: marks.append(rest)
     return pytest.param(name, marks=marks)
-  return pytest.mark.parametrize("name", [parameter(name) for name in PRESETS if name in names or rest])
-
-def windows(name, w):
-  return {"attn_window": w} if "attn_window" in atlas.PRESETS[name] else {}
+  return cases("name", [parameter(name) for name in PRESETS if name in names or rest])
+def windows(name, w): return {"attn_window": w} if "attn_window" in atlas.PRESETS[name] else {}
 def small(name, **fields):
   return atlas.preset(name, **SMALL | windows(name, 12) | fields)   # chunks of 8 do not divide windows and segments
-def random_tokens(rows, columns, seed=0):
-  return np.random.default_rng(seed).integers(0, 16, (rows, columns)).astype(np.int32)
+def random_tokens(rows, columns, seed=0): return rng(seed).integers(0, 16, (rows, columns)).astype(np.int32)
 
 class Model:
   """A small model, and tokens (4,2T). `first` reads T tokens, `more` as many after a state, `step` one, each compiled
@@ -561,8 +616,7 @@ class Model:
     self.eager, self.state = self.first(self.tokens[:, :T])
     self.captured, _ = self.first(self.tokens[:, :T])
     self.replayed, _ = self.first(self.tokens[:, :T])
-  def forward(self, tokens, *state):
-    return atlas.forward(self.params, self.cfg, tokens, *state)
+  def forward(self, tokens, *state): return atlas.forward(self.params, self.cfg, tokens, *state)
   def call(self, forward, tokens, *state):
     logits, after = forward(Tensor(np.ascontiguousarray(tokens)), *state)
     Tensor.realize(logits, *after.values())
@@ -573,11 +627,8 @@ class Model:
   def more(self, tokens, state):
     growing = atlas.growing(self.cfg)    # which a jit cannot hold
     return self.call(self.forward if growing else self.jit_more, tokens, state)
-
 @functools.cache
-def model(name):
-  return Model(small(name))
-
+def model(name): return Model(small(name))
 @presets(*PRESETS)
 def test_no_leak_inside_a_chunk_nor_between_rows(name):
   m, y = model(name), model(name).replayed
@@ -588,12 +639,10 @@ def test_no_leak_inside_a_chunk_nor_between_rows(name):
     assert np.array_equal(np.delete(z, 1, 0), np.delete(y, 1, 0)), "a row of the batch saw another"
     assert np.array_equal(z[1, :t], y[1, :t]), f"an output before token {t} saw it"
     assert (np.abs(z[1, t:] - y[1, t:]).max(-1) > 0).any()
-
 @presets(*PRESETS)
 def test_jit_equals_eager(name):
   m = model(name)
   assert np.array_equal(m.captured, m.replayed) and record("jit against eager", relative(m.replayed, m.eager)) < 1e-6
-
 @presets("linear_attention", "titans", "atlas", "transformer++", "swa", "atlas_mag", "titans_mac", rest=runs)
 def test_a_stream_may_be_cut_anywhere(name):
   """After one token, inside a chunk, at a border, and token by token in a jitted step; the state keeps its size."""
@@ -611,9 +660,8 @@ def test_a_stream_may_be_cut_anywhere(name):
     assert record(f"streamed against at once, {kind}", relative(result, expected)) < bound
   assert shapes == {n: z.shape for n, z in state.items()}
   assert int(state["position"].item()) == 2 * T
-
 @presets("titans", "swa")
-def test_a_jitted_call_of_whole_chunks_streams_and_one_that_starts_inside_a_chunk_says_so(name):
+def test_a_jitted_call_of_whole_chunks_streams(name):
   m = model(name)
   state = eager_state = m.state
   for n in range(3):                     # the third is a replay
@@ -621,9 +669,6 @@ def test_a_jitted_call_of_whole_chunks_streams_and_one_that_starts_inside_a_chun
     logits, state = m.more(tokens, state)
     expected, eager_state = m.anywhere(tokens, eager_state)
     assert relative(logits, expected) < 1e-5
-  if m.cfg.mixer == "memory":
-    assert np.isnan(m.more(tokens, state | {"position": Tensor(51).clone()})[0]).all()
-
 @presets("titans", "transformer++")
 def test_a_sample_is_what_reading_the_context_anew_for_every_token_gives(name, capsys):
   m, tokens = model(name), [1, 2, 3]
@@ -635,7 +680,6 @@ def test_a_sample_is_what_reading_the_context_anew_for_every_token_gives(name, c
     tokens = [*tokens, int(logits[0, len(tokens) - 1].argmax())]
   assert capsys.readouterr().out.splitlines()[1] == ",".join(map(str, tokens))
   assert len(set(tokens)) > 3
-
 @pytest.mark.xdist_group("titans")
 def test_layers_keep_their_own_states_and_a_state_is_never_changed_in_place():
   m = Model(small("titans", layers=2))
@@ -644,7 +688,6 @@ def test_layers_keep_their_own_states_and_a_state_is_never_changed_in_place():
   for _ in range(2): logits, _ = m.anywhere(m.tokens[:, 1:T + 1], state)
   assert relative(logits[:, :-1], m.eager[:, 1:]) < 1e-5
   assert all(np.array_equal(before[n], z.numpy()) for n, z in state.items())
-
 @presets("transformer++", "dot")
 def test_a_full_cache_doubles_and_a_jit_past_its_end_says_so(name):
   m, tokens = model(name), random_tokens(4, 3 * T)
@@ -668,20 +711,18 @@ def test_an_expansion_needs_no_anchors_where_the_memory_is_linear():
   params = atlas.init(cfg)
   assert "anchor_u" not in params["layers"]["0"]["memory"]
   assert atlas.parts(cfg)["total"] == sum(p.numel() for p in get_state_dict(params).values())
-  assert np.isfinite(atlas.forward(params, cfg, Tensor(random_tokens(1, 12)))[0].numpy()).all()
-
+  assert finite(atlas.forward(params, cfg, Tensor(random_tokens(1, 12)))[0])
 @slow
-@pytest.mark.parametrize("mixer", ["mag", "mal", "mac"])
+@cases("mixer", ["mag", "mal", "mac"])
 def test_an_expansion_goes_into_a_hybrid(mixer):
   m = Model(small("dot", mixer=mixer, attn_window=6, persist=2))
-  first, state = m.anywhere(m.tokens[:, :9])
-  result = [first]
-  for t in range(9, 14):
-    logits, state = m.anywhere(m.tokens[:, t:t + 1], state)
+  state: list = []
+  result = []
+  for start, end in itertools.pairwise((0, 9, 10, 11, 14)):
+    logits, *state = m.anywhere(m.tokens[:, start:end], *state)
     result.append(logits)
   assert relative(np.concatenate(result, 1), m.eager[:, :14]) < 1e-5
-
-@pytest.mark.parametrize("name", ["linear_attention", "deltanet", "ttt", pytest.param("dot", marks=runs)])
+@cases("name", ["linear_attention", "deltanet", "ttt", pytest.param("dot", marks=runs)])
 def test_without_a_forget_gate_nothing_fades_up_to_the_horizon_and_what_is_far_beyond_is_gone(name):
   tokens = random_tokens(2, 168)
   tokens[1, 8:] = tokens[0, 8:]          # two beginnings, then 20 horizons of the same
@@ -693,16 +734,92 @@ def test_without_a_forget_gate_nothing_fades_up_to_the_horizon_and_what_is_far_b
   assert relative(fading[:, 8:], keeping[:, 8:]) > 1e-4
   assert relative(fading[1, -8:], fading[0, -8:]) < 1e-6
   assert relative(keeping[1, -8:], keeping[0, -8:]) > 1e-4
+@pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU:1 needs the CPU device")
+@presets("linear_attention", "titans", "dla", "dot", "atlas", "transformer++", "swa", "titans_mac", rest=runs)
+def test_a_model_on_a_second_device_streams_as_on_the_first(name):
+  """Several tokens and single ones, eager and jitted, that resume a first call; every state stays on the device."""
+  m, result = model(name), []
+  state: list = []
+  params = atlas.unflatten({n: p.to("CPU:1").realize() for n, p in get_state_dict(m.params).items()})
+  forward: Any = functools.partial(atlas.forward, params, m.cfg)
+  step = TinyJit(forward)
+  for start, end in itertools.pairwise((0, 5, 8, 9, 10, 11, 12, 13)):
+    tokens = Tensor(m.tokens[:, start:end].copy(), device="CPU:1")
+    logits, *state = (forward if start < 9 else step)(tokens, *state)
+    assert {z.device for z in (logits, *state[0].values())} == {"CPU:1"}
+    result.append(logits.numpy())
+  assert relative(np.concatenate(result, 1), m.eager[:, :13]) < 2e-4
+PRINTS_LOGITS = """
+import numpy as np, atlas
+from tinygrad import Tensor, dtypes
+tokens = (np.arange(15, dtype=np.int32) * 7 % 16).reshape(1, 15)
+for name in ("linear_attention", "titans_mac", "transformer++"):
+  fields = {"attn_window": 6} if name == "titans_mac" else {}
+  cfg = atlas.preset(name, vocab=16, dim=16, layers=1, heads=2, key_dim=4, value_dim=4, chunk=8, horizon=11, **fields)
+  params = atlas.init(cfg, seed=1)
+  first, state = atlas.forward(params, cfg, Tensor(tokens[:, :13].copy()))
+  second, state = atlas.forward(params, cfg, Tensor(tokens[:, 13:14].copy()), state)
+  loss = atlas.loss(params, cfg, Tensor(tokens[:, :13].copy()), Tensor(tokens[:, 1:14].copy()))
+  assert {z.dtype for z in (first, second, loss, *state.values())} == {dtypes.float32, dtypes.int32}
+  print(name, *[z.numpy().tobytes().hex() for z in (first, second, loss)])
+"""
+@cases("setting", ["DEFAULT_FLOAT=HALF", "DEFAULT_FLOAT=DOUBLE", "DEFAULT_INT=INT64"])
+def test_default_types_of_tinygrad_change_no_bit(setting):
+  def printed(*settings):
+    return output(["env", *settings, sys.executable, "-c", PRINTS_LOGITS], cwd=Path(__file__).parent)
+  assert printed(setting) == printed()
+@cases("name", ["titans_mac", "transformer++"])
+@cases("dtype", [dtypes.half, dtypes.double, dtypes.bfloat16], ids=str)
+def test_parameters_of_another_precision_are_used_as_float32(name, dtype):
+  cfg = small(name)
+  params = {n: p.cast(dtype).realize() for n, p in get_state_dict(atlas.init(cfg)).items()}
+  rounded = {n: p.cast(dtypes.float).realize() for n, p in params.items()}
+  def forward(flat): return atlas.forward(atlas.unflatten(flat), cfg, Tensor(random_tokens(1, 7)))
+  logits, state = forward(params)
+  assert types(logits) == {dtypes.float} and types(*state.values()) == {dtypes.float, dtypes.int}
+  assert relative(logits, forward(rounded)[0]) < 1e-6
+
+def test_unknown_tokens_are_embedded_as_zeros_and_negative_ones_count_from_the_end():
+  cfg = small("swa")
+  params = atlas.init(cfg)
+  longer = params | {"embed": params["embed"].pad(((0, 1), None)).realize()}             # a last row of zeros
+  def hidden(params, token): return atlas.hidden(params, cfg, Tensor([[1, 2, token, 4]], dtype=dtypes.int))[0]
+  zeros, last = hidden(longer, cfg.vocab), hidden(params, cfg.vocab - 1)
+  for token in (cfg.vocab, 10 ** 6, -cfg.vocab - 1): assert relative(hidden(params, token), zeros) < 1e-6
+  assert relative(hidden(params, -1), last) < 1e-6 < relative(last, zeros)
+
+def test_targets_outside_the_vocabulary_count_as_loss_0():
+  logits, targets = tensor(rng(0).normal(size=(1, 4, 16))), Tensor([[3, -100, 16, -1]])
+  first, *others = atlas.token_losses(logits, targets).numpy()[0]
+  assert first > 0 and not any(others)
+  assert atlas.cross_entropy(logits, targets).item() == pytest.approx(first / 3)         # the mean leaves out -100 only
+
+def test_a_new_row_of_a_table_is_a_choice_of_the_model_and_sets_the_bound_of_eta(monkeypatch):
+  for name, table, row, choice in (("sharp", LOSSES, LOSSES["l2"]._replace(bound=0.3), "loss"),
+                                   ("hebb", LOSSES, LOSSES["dot"]._replace(bound=0.7), "loss"),
+                                   ("sign", DIRECTIONS, DIRECTIONS["muon"]._replace(bound=0.05), "optimizer"),
+                                   ("double", FEATURES, FEATURES["poly"], "features")):
+    monkeypatch.setitem(table, name, row)
+    monkeypatch.setitem(atlas.CHOICES, choice, tuple(table))     # an edited table is read when atlas is imported
+  alpha = tensor(np.full((1, 1, T), 0.9))
+  def bounded(expected, name, **fields):
+    return np.allclose((0 * alpha + atlas.eta_bound(small(name, **fields), alpha)).numpy(), expected)
+  assert bounded(0.3 / 8, "titans", loss="sharp")
+  assert bounded(0.05, "titans", optimizer="sign")
+  assert bounded(0.7 / 8, "linear_attention", loss="hebb")
+  assert bounded(0.07, "dla", loss="hebb")
+  assert bounded(0.7 / (8 + np.minimum(np.arange(T), 11)), "ttt", loss="hebb")
+  with pytest.raises(ValueError, match="does not divide"): small("titans", optimizer="sign", muon_every=3)
+  with pytest.raises(ValueError, match="no matrix to orthogonalise"): small("dot", optimizer="sign")
+  assert "layers.0.memory.a_root" in atlas.layout(small("titans", features="double"))
 
 # *** attention and the hybrids ***
-
 def test_rotary_scores_depend_on_distance_only():
   cos, sin = atlas._rope_table(12, 6, Device.DEFAULT)
-  q, k = [tensor(np.random.default_rng(seed).normal(size=(1, 1, 1, 6))) for seed in (0, 1)]
-  def turned(x, position): return atlas.rotate(x, cos[position:position + 1], sin[position:position + 1])
-  def score(i, j): return (turned(q, i) * turned(k, j)).sum().item()
-  assert score(5, 2) == pytest.approx(score(11, 8), abs=1e-5)
-  assert score(5, 2) != pytest.approx(score(5, 4), abs=1e-2)
+  q, k = [tensor(np.tile(rng(seed).normal(size=6), (12, 1))) for seed in (0, 1)]         # the same at all positions
+  scores = (atlas.rotate(q, cos, sin) @ atlas.rotate(k, cos, sin).T).numpy()
+  assert scores[5, 2] == pytest.approx(scores[11, 8], abs=1e-5)
+  assert scores[5, 2] != pytest.approx(scores[5, 4], abs=1e-2)
 
 def turned(x, position):
   """Rotary positions, one vector."""
@@ -710,7 +827,6 @@ def turned(x, position):
   angle = position * 10_000.0 ** (-np.arange(0, len(x), 2) / len(x))
   cos, sin = np.cos(angle), np.sin(angle)
   return np.concatenate([a * cos - b * sin, a * sin + b * cos])
-
 def attended(scores, values):
   """Softmax attention of one query: scores (L), values (L,.)."""
   weights = np.exp(scores)
@@ -719,7 +835,7 @@ def attended(scores, values):
 def test_windowed_attention_is_masked_attention_and_no_tensor_is_tokens_by_tokens():
   T, w, d = 100, 5, 4
   cfg = atlas.preset("swa", attn_window=w)
-  qkv = np.random.default_rng(0).normal(size=(3, 1, 1, T, d))
+  qkv = rng(0).normal(size=(3, 1, 1, T, d))
   y, state = atlas.windowed(cfg, [tensor(z) for z in qkv], None, None)
   assert max(u.max_numel() for u in y.uop.toposort() if u._shape is not None) < T * T
   q, k, v = qkv[:, 0, 0]
@@ -728,29 +844,25 @@ def test_windowed_attention_is_masked_attention_and_no_tensor_is_tokens_by_token
     seen = range(max(0, t - w + 1), t + 1)
     scores = np.array([turned(k[s], s) @ turned(q[t], t) for s in seen]) / d ** 0.5
     expected.append(attended(scores, v[seen.start:seen.stop]))
-  assert relative(y.numpy()[0], np.stack(expected)) < 1e-5
+  assert relative(y[0], np.stack(expected)) < 1e-5
   one = [tensor(z[:, :, :1]) for z in qkv]
   def after(position):
     place = {"position": Tensor(position, dtype=dtypes.int32)}
     return atlas.windowed(cfg, one, None, state | place)[0].numpy()
   assert np.array_equal(after(T), after(10_000_000))
 
-def sigmoid(z):
-  return 1 / (1 + np.exp(-z))
-def unit(z):
-  return z / np.sqrt(np.square(z).sum(-1, keepdims=True) + 1e-6)
-def norm(z):
-  return z / np.sqrt(np.square(z).mean(-1, keepdims=True) + 1e-6)
+def sigmoid(z): return 1 / (1 + np.exp(-z))
+def unit(z): return z / np.sqrt(np.square(z).sum(-1, keepdims=True) + 1e-6)
+def norm(z): return z / np.sqrt(np.square(z).mean(-1, keepdims=True) + 1e-6)
 
 class MemoryAsContext:
   """atlas.mac_mixer by its definition, for one row x (T,dim), token by token in float64, without convolution."""
   def __init__(self, p, cfg):
     self.cfg = cfg
-    self.p = {n: z.numpy().astype(np.float64) for n, z in get_state_dict(p).items()}
+    self.p = {n: array(z) for n, z in get_state_dict(p).items()}
     W1, W2 = self.p["memory.W1"], self.p["memory.W2"] * atlas.INIT.first
     self.weights = [{"W1": W1[h], "W2": W2[h]} for h in range(cfg.heads)]
-  def heads(self, z):
-    return z.reshape(len(z), self.cfg.heads, z.shape[-1] // self.cfg.heads)
+  def heads(self, z): return z.reshape(len(z), self.cfg.heads, z.shape[-1] // self.cfg.heads)
   def qkv(self, x, name):
     """Queries, keys and values (n,H,.) of tokens x (n,dim); keys and values have one size here."""
     return [self.heads(z) for z in np.split(x @ self.p[name].T, 3, axis=-1)]
@@ -760,12 +872,11 @@ class MemoryAsContext:
     q, k, v = [z[:, h] for z in self.qkv(y, "qkv")]
     q, k, v = unit(q), unit(k), v * sigmoid(v)
     gates = sigmoid(y @ self.p["gates"].T + self.p["gate_bias"])
-    eta, gamma, alpha, theta = np.split(gates, np.cumsum([H, H * cfg.window, H]), axis=-1)
-    eta = eta[:, h] * atlas.INIT.eta_l2 / cfg.chunk
-    gamma = self.heads(gamma)[:, h] / cfg.window
-    alpha, theta = alpha[:, h], theta[:, h]
+    pieces = np.split(gates, np.cumsum([H, H * cfg.window, H]), axis=-1)
+    eta, gamma, alpha, theta = [self.heads(z)[:, h] for z in pieces]             # (n,1), (n,window), (n,1), (n,1)
+    eta, gamma = eta * LOSSES["l2"].bound / cfg.chunk, gamma / cfg.window * (1 - theta)
     v = v / np.sqrt(1 + np.square(v).sum(-1, keepdims=True))
-    return q, k, k + v, alpha, theta, eta, gamma * (1 - theta)[:, None]
+    return q, k, k + v, alpha[:, 0], theta[:, 0], eta[:, 0], gamma
   def answer(self, y, q, name):
     return norm(y - q) * self.p[f"{name}_norm"] + self.cfg.key_dim ** 0.5 * q * self.p[f"{name}_skip"]
   def recalled(self, query, h, stored):
@@ -777,11 +888,9 @@ class MemoryAsContext:
   def context(self, x, stored):
     """h of a segment x (n,dim): what the memory of the segment's start answers."""
     queries = unit(self.heads(x @ self.p["attention.read_q"].T))
-    hs = np.zeros(queries.shape)
-    for i, h in np.ndindex(hs.shape[:2]):
-      query = queries[i, h]
-      hs[i, h] = self.answer(self.recalled(query, h, stored), query, "attention.read")
-    return hs.reshape(len(x), -1) @ self.p["attention.read_out"].T
+    hs = [[self.answer(self.recalled(query, h, stored), query, "attention.read") for h, query in enumerate(row)]
+          for row in queries]
+    return np.reshape(hs, (len(x), -1)) @ self.p["attention.read_out"].T
   def attention(self, x, hs):
     """Token i of a segment attends to the persistent tokens, h_1..h_i and x_1..x_i."""
     persist = self.p["attention.persist"]
@@ -806,32 +915,26 @@ class MemoryAsContext:
       answers.append(self.answer(oracle(self.cfg, weights, q, *writes, toward=weights), q, "out"))
     gate = stored @ self.p["out_gate"].T + self.p["out_gate_bias"]
     return stored * ((np.concatenate(answers, axis=1) * gate * sigmoid(gate)) @ self.p["out"].T)
-
-@pytest.mark.parametrize("persist", [2, 0])
+@cases("persist", [2, 0])
 def test_memory_as_context_is_its_definition(persist):
   cfg = small("titans_mac", conv=0, chunk=2, window=2, attn_window=3, persist=persist, backend="ops")
   p = atlas.init(cfg, seed=2)["layers"]["0"]
-  x = np.random.default_rng(0).normal(size=(1, 8, cfg.dim))
+  x = rng(0).normal(size=(1, 8, cfg.dim))
   if not persist: p["attention"]["persist"] = Tensor.zeros(0, cfg.dim)
-  y = atlas.mac_mixer(p, cfg, tensor(x), None)[0].numpy()
-  expected = MemoryAsContext(p, cfg)(x[0])
-  assert record("MAC against its definition", relative(y[0], expected)) < 1e-4
+  y = atlas.mac_mixer(p, cfg, tensor(x), None)[0]
+  assert record("MAC against its definition", relative(y[0], MemoryAsContext(p, cfg)(x[0]))) < 1e-4
 
 # *** stress ***
-
-def resident_mb():
-  return int(Path("/proc/self/statm").read_text().split()[1]) // 256 if Path("/proc").exists() else 0
-
+def resident_mb(): return int(Path("/proc/self/statm").read_text().split()[1]) // 256 if Path("/proc").exists() else 0
 def check_stress(pieces):
   """pieces: place of the first token, logits and state of every call."""
   resident = math.inf
   for start, logits, state in pieces:
     if resident == math.inf and start >= 4096: resident = resident_mb()
-    assert np.isfinite(logits).all(), f"not finite within {start + logits.shape[1]} tokens"
+    assert finite(logits), f"not finite within {start + logits.shape[1]} tokens"
   for name, z in state.items():
     if "M." in name: assert np.abs(z.numpy()).max() < 10, name
   assert resident_mb() < resident + 20, "memory grows with the stream"
-
 def calls(m, tokens):
   """The tokens, T a call, as check_stress wants them."""
   logits, state = m.first(tokens[:, :T])
@@ -839,24 +942,21 @@ def calls(m, tokens):
   for start in range(T, tokens.shape[1], T):
     logits, state = m.more(tokens[:, start:start + T], state)
     yield start, logits, state
-
 @presets("linear_attention", "titans", "dla", "dot", "atlas", "transformer++", "swa", "titans_mac", rest=runs)
 def test_long_hostile_streams_stay_finite(name):
   """8K tokens; few where the state grows, and with it the cost of a token."""
   m = model(name)
   if not atlas.growing(m.cfg): check_stress(calls(m, experiments.hostile(8184, m.cfg.vocab)))
   else: check_stress(experiments.in_pieces(m.params, m.cfg, experiments.hostile(256, m.cfg.vocab)))
-
 @slow
-@pytest.mark.parametrize("name", PRESETS)
+@cases("name", PRESETS)
 def test_very_long_hostile_streams_stay_finite(name):
   """64K tokens; 8K where they cost their square."""
   cfg = small(name, chunk=32, muon_every=4, horizon=128, **windows(name, 64))
   tokens = experiments.hostile(8192 if atlas.growing(cfg) else 65536, cfg.vocab)
   check_stress(experiments.in_pieces(atlas.init(cfg), cfg, tokens))
-
 @slow
-@pytest.mark.parametrize("name", PRESETS)
+@cases("name", PRESETS)
 def test_a_trained_model_stays_finite_and_recovers_from_a_hostile_stream(name):
   """64K tokens (8K where they cost their square) of each hostile kind and of text, then another text. From its 1,024th
   token on the loss is that with nothing before it, to 5%. Full attention has no memory that could recover."""
@@ -865,11 +965,10 @@ def test_a_trained_model_stays_finite_and_recovers_from_a_hostile_stream(name):
   recovery = functools.partial(experiments.recovery, tokens=65_536)
   fresh, *after = experiments.trained(trial, measure=recovery).scores[0]
   print(f"{name}: {max(after) / fresh - 1:+.1%} of {fresh:.2f} bits", file=sys.stderr)
-  assert np.isfinite(after).all()
+  assert finite(after)
   if name != "transformer++": assert max(after) < 1.05 * fresh, (after, fresh)
 
 # *** other devices: pytest -m devices ***
-
 def one_step(backend):
   """Loss and gradients, not yet computed, of a small titans and a small atlas."""
   steps = []
@@ -883,19 +982,15 @@ def one_step(backend):
     loss = atlas.loss(params, cfg, Tensor(tokens), Tensor(targets))
     steps.append([loss, *loss.gradient(*get_state_dict(params).values())])
   return steps
-
-def numbers(steps):
-  return [x.contiguous().numpy().ravel() for step in steps for x in step]
-
+def numbers(steps): return [x.contiguous().numpy().ravel() for step in steps for x in step]
 ON_OPENCL = """import sys; sys.path.insert(0, sys.argv[1])
 import numpy, test_atlas
 numpy.savez(sys.argv[2], *test_atlas.numbers(test_atlas.one_step('auto')))"""
-
 @devices
 def test_a_training_step_on_opencl_is_that_on_the_cpu(tmp_path):
   command = [sys.executable, "-c", ON_OPENCL, str(Path(__file__).parent), str(tmp_path / "cl.npz")]
   done = subprocess.run(command, env=os.environ | {"DEV": "CL"}, capture_output=True, text=True)
-  if "no usable devices" in done.stderr or "OpenCL" in done.stderr: pytest.skip("no OpenCL here")
+  if "no usable devices" in done.stderr or "library opencl" in done.stderr: pytest.skip("no OpenCL here")
   assert done.returncode == 0, done.stderr[-2000:]
   on_opencl = list(np.load(tmp_path / "cl.npz").values())
   for x, expected in zip(on_opencl, numbers(one_step("ops")), strict=True):
@@ -903,53 +998,33 @@ def test_a_training_step_on_opencl_is_that_on_the_cpu(tmp_path):
 
 def kernels_of_a_step(monkeypatch):
   """The graphs of all kernels of a training step in both forms, before they are compiled."""
-  from tinygrad import codegen
-  from tinygrad.uop.ops import Ops
-  graphs, compiled = {}, codegen.do_to_program
-  def recorded(graph, renderer):
-    graphs[graph.key] = graph
-    return compiled(graph, renderer)
-  monkeypatch.setattr(codegen, "do_to_program", recorded)
-  codegen.to_program_cache.clear()
-  for f in vars(kernels).values():
-    if hasattr(f, "cache_clear"): f.cache_clear()
-  for backend in ("ops", "fused"):
-    for step in one_step(backend):
+  graphs = []
+  with monkeypatch.context() as patch:
+    from_kernels = recorded(patch)
+    for step in [*one_step("ops"), *one_step("fused")]:
       linear = step[0].schedule_linear(*step[1:])
-      called = [u.src[0] for u in linear.toposort() if u.op is Ops.CALL]
-      graphs |= {graph.key: graph for graph in called if graph.op is Ops.SINK}
-  monkeypatch.undo()
-  return list(graphs.values())
-
+      graphs += [u.src[0] for u in linear.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
+  graphs += [graph for graph, _ in from_kernels]
+  return list({graph.key: graph for graph in graphs}.values())
 @devices
 def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch):
-  from tinygrad.codegen import do_to_program
   from tinygrad.device import Compiler
   from tinygrad.helpers import Target
   from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
   from tinygrad.renderer.wgsl import WGSLRenderer
-  from tinygrad.uop.ops import Ops
   class Metal(MetalRenderer):
     def __init__(self): self.target, self.compiler = Target("METAL"), Compiler()       # without Apple's compiler
   graphs = kernels_of_a_step(monkeypatch)
   assert len(graphs) > 60 and {"memory", "memory_backward"} <= {g.arg.name for g in graphs}
-  def source(graph, renderer): return next(u.arg for u in do_to_program(graph, renderer).src if u.op is Ops.SOURCE)
   cuda, metal, web = CUDARenderer(Target("CUDA", arch="sm_80"), use_nvcc=True), Metal(), WGSLRenderer(Target("WEBGPU"))
   for renderer in (cuda, metal, web): renderer.compiler = Compiler()
-  sources = {renderer: [source(graph, renderer) for graph in graphs] for renderer in (cuda, metal, web)}
-  assert all(len(code) > 50 for codes in sources.values() for code in codes)
+  codes = {r: [source(codegen.do_to_program(graph, r)) for graph in graphs] for r in (cuda, metal, web)}
+  assert all(len(code) > 50 for r in codes for code in codes[r])
   if not (nvcc := shutil.which("nvcc")): pytest.skip("rendered; no nvcc here to compile the CUDA sources")
-  heads, bodies = zip(*[code.split('extern "C"', 1) for code in sources[cuda]])
-  name = r"(__launch_bounds__\(\d+\)\s+)\w+\("
-  kernel_bodies = [re.sub(name, rf"\1kernel_{n}(", 'extern "C"' + body, count=1) for n, body in enumerate(bodies)]
-  helpers = dict.fromkeys(line for head in heads for line in head.splitlines())
-  (tmp_path / "all.cu").write_text("\n".join([*helpers, *kernel_bodies]))
-  command = [nvcc, "-arch=sm_80", "-cubin", "-o", str(tmp_path / "all.cubin"), str(tmp_path / "all.cu")]
-  done = subprocess.run(command, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr[-2000:]
+  for n, code in enumerate(codes[cuda]): (tmp_path / f"{n}.cu").write_text(code)
+  output([nvcc, "-arch=sm_80", "-cubin", *tmp_path.glob("*.cu")], cwd=tmp_path)
 
 # *** training ***
-
 class Trained(NamedTuple):
   losses: np.ndarray                     # of every step
   moments: dict[str, np.ndarray]         # the optimizer's first moments by parameter, after the first step
@@ -964,7 +1039,6 @@ def first_moments(optimizer, params):
     for p, start in zip(group.params, group.pos_params):
       moments[names[id(p)]] = m[start:start + p.numel()]
   return moments
-
 def trained(name, batches, lr=0.02, accum=1, devices=1, **fields):
   """A small model after one step on each of the batches (tokens, targets)."""
   cfg, run = small(name, vocab=8, **fields), train.Run(devices=devices)
@@ -980,14 +1054,10 @@ def trained(name, batches, lr=0.02, accum=1, devices=1, **fields):
       losses.append(step(*[train.shared(run, Tensor(z), 0) for z in batch])[0].item())
       if len(losses) == 1: moments = first_moments(optimizer, params)
   return Trained(np.array(losses), moments, {n: p.numpy() for n, p in params.items()})
-
 def noise(steps):
-  tokens = np.random.default_rng(5).integers(0, 8, (steps, 8, 17)).astype(np.int32)
+  tokens = rng(5).integers(0, 8, (steps, 8, 17)).astype(np.int32)
   return [(np.ascontiguousarray(t[:, :-1]), np.ascontiguousarray(t[:, 1:])) for t in tokens]
-
-def all_learn(result):
-  return all(np.abs(m).max() > 0 for m in result.moments.values())
-
+def all_learn(result): return all(np.abs(m).max() > 0 for m in result.moments.values())
 @presets("linear_attention", "dot", "atlas", "swa", "titans_mac", rest=runs)
 def test_noise_is_not_predicted_and_every_parameter_learns(name):
   """On fresh uniform tokens no model gets below ln(V): where one does, it sees its targets."""
@@ -995,8 +1065,7 @@ def test_noise_is_not_predicted_and_every_parameter_learns(name):
   last = result.losses[-50:]
   assert last.mean() > math.log(8) - 4 * last.std() / 50 ** 0.5
   assert last.mean() < math.log(8) + 0.2 # and it has learned that there is nothing to predict
-  assert all_learn(result), [n for n, m in result.moments.items() if np.abs(m).max() == 0]
-
+  assert all_learn(result)
 @pytest.mark.xdist_group("atlas")
 def test_one_batch_is_learned_by_heart():
   losses = trained("atlas", noise(1) * 150).losses
@@ -1013,16 +1082,14 @@ def agree(claim, result, expected, bound=1e-5):
 def test_a_batch_taken_in_parts_gives_the_same_steps_however_many_targets_each_has():
   """Two batches as of text, and three as of a task; there the first row has no targets."""
   text, task = noise(5)[:2], noise(5)[2:]
-  asked = np.random.default_rng(1).random((3, 8, 16)) < np.linspace(0, 0.7, 8)[:, None]
+  asked = rng(1).random((3, 8, 16)) < np.linspace(0, 0.7, 8)[:, None]
   batches = text + [(x, np.where(mask, y, -100)) for (x, y), mask in zip(task, asked)]
   agree("in parts against at once", trained("deltanet", batches, accum=4), trained("deltanet", batches))
-
 @slow
-@pytest.mark.parametrize("name", PRESETS)
+@cases("name", PRESETS)
 def test_several_devices_take_the_same_steps_as_one(name):
   def on(n): return trained(name, noise(2), devices=n, accum=n, backend="ops", **windows(name, 8))
   agree("two devices against one", on(2), on(1), 1e-3 if small(name).optimizer == "muon" else 1e-4)
-
 @pytest.mark.xdist_group("titans")
 def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learns():
   full, half = [trained("titans", noise(12), dtype=dtype) for dtype in ("float32", "bfloat16")]
@@ -1030,4 +1097,4 @@ def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learn
   assert all_learn(half) and all(w.dtype == np.float32 for w in half.weights.values())
   cfg = small("titans", vocab=8, dtype="bfloat16")
   logits, state = atlas.forward(atlas.init(cfg), cfg, Tensor(noise(1)[0][0]))
-  assert logits.dtype == dtypes.float and all(z.dtype == dtypes.float for n, z in state.items() if n != "position")
+  assert types(logits) == {dtypes.float} and types(*state.values()) == {dtypes.float, dtypes.int}
