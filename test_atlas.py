@@ -988,7 +988,7 @@ def noise(steps):
 def all_learn(result):
   return all(np.abs(m).max() > 0 for m in result.moments.values())
 
-@presets("linear_attention", "dot", "atlas", "swa", "titans_mac", rest=runs)
+@presets("linear_attention", "dot", "atlas", "swa", rest=runs)
 def test_noise_is_not_predicted_and_every_parameter_learns(name):
   """On fresh uniform tokens no model gets below ln(V): where one does, it sees its targets."""
   result = trained(name, noise(120), **windows(name, 8))
@@ -1023,11 +1023,12 @@ def test_several_devices_take_the_same_steps_as_one(name):
   def on(n): return trained(name, noise(2), devices=n, accum=n, backend="ops", **windows(name, 8))
   agree("two devices against one", on(2), on(1), 1e-3 if small(name).optimizer == "muon" else 1e-4)
 
-@pytest.mark.xdist_group("titans")
-def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learns():
-  full, half = [trained("titans", noise(12), dtype=dtype) for dtype in ("float32", "bfloat16")]
+@pytest.mark.xdist_group("linear_attention")
+@pytest.mark.parametrize("name", ["linear_attention", pytest.param("titans", marks=runs)])
+def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learns(name):
+  full, half = [trained(name, noise(12), dtype=dtype) for dtype in ("float32", "bfloat16")]
   assert 0 < np.abs(half.losses / full.losses - 1).max() < 0.02
   assert all_learn(half) and all(w.dtype == np.float32 for w in half.weights.values())
-  cfg = small("titans", vocab=8, dtype="bfloat16")
+  cfg = small(name, vocab=8, dtype="bfloat16")
   logits, state = atlas.forward(atlas.init(cfg), cfg, Tensor(noise(1)[0][0]))
   assert logits.dtype == dtypes.float and all(z.dtype == dtypes.float for n, z in state.items() if n != "position")
