@@ -1,528 +1,204 @@
-"""The memory recurrence of ATLAS: one small network per head whose weights change while the sequence is read.
+"""The memory rule of rule.py in one kernel, its backward pass in another, and dense products for a CPU.
 
-Read downwards: features, the memory and its gradient, Newton-Schulz; the stock form (the coefficients of a chunk, the sequential pass
-over chunks, the outputs: `by_ops`); a first layer that is kept by its tokens (`expanded`, for features=exp); matrices inside a kernel, and
-the recurrence in one (`fused`); and `memory`, which takes one of the three.  Equation numbers are those of arXiv 2505.23735.
-
-For token t, with M' the memory just before the first token of t's chunk (`base`):
-
-  G_t = sum_j gamma[t,j] * grad loss(M'; k[t-j], v[t-j])      window of c tokens, reaching back over the chunk's border (Eq. 9)
-  S_t = theta_t S_{t-1} + G_t                                 momentum (Eq. 33), S_t = G_t without
-  M_t = alpha_t M_{t-1} - eta_t U_t                           U_t = S_t, or Newton-Schulz of S_t with Muon (Eq. 32)
-  y_t = M_t(phi(q_t))
-
-Where forgetting is to lead to a memory R and not to zero, (1 - alpha_t) R is added to M_t: the forms below then keep the distance from R, for
-which the rule is the one above, and take gradients and outputs at R + that (`toward`).
-
-Inside a chunk every gradient is an outer product u x^T taken at M', so M_t and S_t are weighted sums of the same few outer
-products.  Only the weights, small matrices of tokens by tokens, depend on t: `coefficients` makes them for all chunks at once.
-Axes: B batch, H heads, T tokens, N chunks, b tokens of a chunk, E = those and their halo, R Muon steps of a chunk,
-d key size, D features, o and i the rows and columns of a weight matrix.
+A memory is many small matrices, one step after the other.  Stock tensor operations launch many small kernels for it;
+here one kernel runs the recurrence over all heads and chunks.  The file reads downwards: matrices inside a kernel,
+which have the operations of Tensors, so that rule.gradients and rule.newton_schulz serve both; `Kernel`, which makes
+loop nests of them and their adjoints; dense products (`matmul`); the recurrence in one kernel (`fused`); and `memory`,
+which takes one of the forms.
 """
 from __future__ import annotations
-import contextlib, functools, itertools, math, os, shutil, sys
+import contextlib, functools, itertools, math, operator, os, sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, cast
+from typing import Any, Callable, Iterator, NamedTuple, cast
+import numpy as np
 from tinygrad import Device, Tensor, UOp, codegen, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.jit import JitError
-from tinygrad.function import function
-from tinygrad.helpers import disable_gc
+from tinygrad.helpers import Context, disable_gc
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
-from tinygrad.tensor import transform_precompiled_call
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, PatternMatcher
+from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, by_expansion, by_ops, feature_size,
+                  for_batch, gradients, monomial_scales, monomial_table, named, part_of, phi, sizes, to_multiple,
+                  with_entries)
+from rule import newton_schulz  # noqa: F401  # part of the interface, with phi, apply and feature_size
 
-# tinygrad's CPU device calls clang; the `cpu` extra puts one beside this Python, a folder that PATH holds only in an activated environment
-if "CC" not in os.environ and shutil.which("clang") is None and (clang := Path(sys.executable).parent / "clang").exists():
-  os.environ["CC"] = str(clang)
-
-from rule import _monomials, _scales, feature_size, phi
-
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)   # section 2 of the paper takes them from Muon
-
-# *** the memory and the gradient of its loss: for Tensors, and for the matrices inside a kernel (below), which have the same operators ***
-
-def _gelu(z:Any) -> tuple[Any, Any]:
-  """gelu in its tanh form, and its derivative."""
-  s = (2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z ** 3)).sigmoid()
-  return z * s, s + z * s * (1 - s) * (2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z))
-
-def apply(cfg, read, x:Any, raw:Any) -> Any:
-  """M(x): `read(name, x)` multiplies x (...,i) by the weight matrix of that name -> (...,o).  raw: the un-lifted key or query, added
-  when its size is the value's."""
-  if cfg.memory == "linear": return read("W", x)
-  h = _gelu(read("W2", x).contiguous())[0]
-  if cfg.memory == "gated": h = h * read("W3", x)
-  y = read("W1", h.contiguous())
-  return y + raw if raw.shape[-1] == y.shape[-1] else y
-
-def gradients(cfg, W:dict[str, Any], x:Any, k:Any, v:Any, z:Any=None) -> dict[str, tuple[Any, Any]]:
-  """grad loss(M; k, v) at every token, as factors (u, x) with gradient u x^T, per weight matrix.
-  W (B,H,o,i), x = phi(k) (B,H,E,D), k (B,H,E,d), v (B,H,E,value_dim) -> u (B,H,E,o), x (B,H,E,i).
-  z (B,H,E,o): what the first layer gives, where it is no matrix (features=exp) and x is None."""
-  def error(y): return y - v if cfg.loss == "l2" else -v
-  if z is None: z = x @ W["W" if cfg.memory == "linear" else "W2"].transpose(-1, -2)
-  if cfg.memory == "linear": return {"W": (error(z).contiguous(), x)}
-  act, slope = _gelu(z := z.contiguous())
-  gate = (x @ W["W3"].transpose(-1, -2)).contiguous() if cfg.memory == "gated" else None
-  h = (act if gate is None else act * gate).contiguous()
-  y = h @ W["W1"].transpose(-1, -2)
-  e = error(y + k if k.shape[-1] == v.shape[-1] else y).contiguous()
-  dh = (e @ W["W1"]).contiguous_backward()
-  if gate is None: return {"W1": (e, h), "W2": ((dh * slope).contiguous(), x)}
-  dh = dh.contiguous()
-  return {"W1": (e, h), "W2": ((dh * gate * slope).contiguous(), x), "W3": ((dh * act).contiguous(), x)}
-
-# *** Newton-Schulz ***
-
-def _eye(x:Any) -> Any:
-  if isinstance(x, Tensor): return Tensor.eye(cast(int, x.shape[-2]))
-  return Matrix(x.k, (x.shape[0], x.shape[0]), (), lambda i, j: i.eq(j).where(1.0, 0.0))
-
-def _iterate(steps:int, body:Callable, *carry:Any) -> tuple:
-  """carry = body(*carry), `steps` times: unrolled for Tensors, a loop inside a kernel."""
-  if not isinstance(carry[0], Tensor) and steps: return carry[0].k.iterate(steps, body, carry)
-  for _ in range(steps): carry = tuple(x.contiguous() for x in body(*carry))
-  return carry
-
-def newton_schulz(S:Any, steps:int) -> Any:
-  """Muon's U (Eq. 32): S (...,o,i) with its singular values brought near 1 by an odd polynomial, applied `steps` times.
-
-  X_0 = S / sqrt(|S|^2 + 1e-14) keeps value and gradient finite at S = 0.  All iterates are p(A) X_0 with A = X_0 X_0^T, and
-  polynomials of one matrix commute: where the sides differ enough to pay, only the small p and A are iterated."""
-  if S.shape[-2] > S.shape[-1]: return newton_schulz(S.transpose(-1, -2).contiguous(), steps).transpose(-1, -2)
-  a, b, c = NS_COEFFICIENTS
-  def polynomial(A): return (a * _eye(A) + b * A + c * (A @ A)).contiguous()
-  def gram(X): return (X @ X.transpose(-1, -2)).contiguous()
-  X = (S * (S.square().sum((-1, -2), keepdim=True) + 1e-14).rsqrt()).contiguous()
-  if S.shape[-1] < 1.5 * S.shape[-2]: return _iterate(steps, lambda X: (polynomial(gram(X)) @ X,), X)[0]       # nearly square: iterate X
-  if steps == 0: return X
-  def step(A, q, p):
-    A = (q @ (q @ A).contiguous()).contiguous()
-    q = polynomial(A)
-    return A, q, q @ p
-  q = polynomial(A := gram(X))
-  return _iterate(steps - 1, step, A, q, q)[2] @ X
-
-# *** the coefficients of a chunk ***
-
-def decay(gate:Tensor) -> Tensor:
-  """Products of gates inside a chunk: (...,b) -> (...,b,b+1).  Column 0: prod gate[0..t], what is left at t of the chunk's start;
-  column n+1: prod gate[n+1..t], what is left of token n, and 0 where n > t.  A literal product: exact at gates of 0."""
-  b = gate.shape[-1]
-  t, n, j = Tensor.arange(b).reshape(b, 1, 1), Tensor.arange(b + 1).reshape(1, b + 1, 1), Tensor.arange(b).reshape(1, 1, b)
-  kept = ((n <= j) * (j <= t)).where(gate.reshape(*gate.shape[:-1], 1, 1, b), 1.0).prod(-1)
-  return (n.reshape(1, b + 1) <= t.reshape(b, 1) + 1).where(kept, 0.0).contiguous()
-
-def _band(gamma:Tensor, E:int) -> Tensor:
-  """gamma (...,b,c) by lag -> (...,b,E) by token of the chunk with its halo: row t holds its lags, the newest at column E-b+t."""
-  *lead, b, c = gamma.shape
-  rows = gamma.flip(-1).pad((*[None] * (gamma.ndim - 1), (E - b - c + 1, b)))       # rows of E+1: each lies one further to the right
-  return rows.reshape(*lead, b * (E + 1))[..., :b * E].reshape(*lead, b, E)
-
-def coefficients(cfg, E:int, every:int, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor) -> tuple[Tensor, Tensor, Tensor]:
-  """What M_t and S_t hold, for every chunk at once: alpha, theta, eta (B,H,N,b), gamma (B,H,N,b,c) -> a, C, P.
-
-  a (B,H,N,b): the weight of the chunk's first memory in M_t.
-  P: the weights in S_t of [S at the chunk's start (with momentum only), the E gradients].
-  gd: P and C (B,H,N,b,[1+]E), M_t = a_t M - sum_i C[t,i] source_i with the same sources.
-  muon: P (B,H,N,R,[1+]E) at the tokens that take a step, C (B,H,N,b,R), M_t = a_t M - sum_n C[t,n] U_n."""
-  P = _band(gamma, E)
-  if cfg.momentum:
-    kept = decay(theta)
-    P = kept[..., :1].cat((kept[..., 1:] @ P.contiguous()), dim=-1).contiguous()
-  left = decay(alpha)
-  a, C = left[..., 0], left[..., 1:] * eta.unsqueeze(-2)
-  if cfg.optimizer == "gd": return a.contiguous(), (C.contiguous() @ P).contiguous(), P
-  return a.contiguous(), C[..., every - 1::every].contiguous(), P[..., every - 1::every, :].contiguous()
-
-# *** the sequential pass: moves the states from chunk to chunk, and nothing else ***
-
-def _pack(parts, lead:int) -> Tensor:
-  """Tensors that share their first `lead` axes, as one row of numbers each."""
-  return Tensor.cat(*[z.flatten(lead) if z.ndim > lead else z.unsqueeze(-1) for z in parts], dim=-1)
-
-def _unpack(row:Tensor, shapes, sums=lambda n: True) -> list[Tensor]:
-  """The parts of a row.  Where the gradient of part n is a sum (a product, for example) it is stored before the gradients are packed in their
-  turn: fused with that, sums would be computed for every number of the row."""
-  ends = list(itertools.accumulate(map(math.prod, shapes)))
-  parts = [row[..., end - math.prod(shape):end].reshape(*row.shape[:-1], *shape) for end, shape in zip(ends, shapes)]
-  return [part.contiguous_backward() if sums(n) else part for n, part in enumerate(parts)]
-
-def _scalar(x:Tensor) -> Tensor: return x.reshape(*x.shape, 1, 1)            # one number, beside the matrices it multiplies
-
-def chunk_step(cfg, base:dict, M:dict, S:dict, x:Tensor, k:Tensor, v:Tensor, a:Tensor, P:Tensor, C:Tensor|None=None) -> list[Tensor]:
-  """One chunk: the memory and momentum after its last token, and what its outputs need.
-  base, M, S: weights (B,H,o,i); gradients are taken at base, which holds R where M is the distance from it.  x, k, v: the chunk with its halo
-  (B,H,E,.).  a (B,H), what is left of M.
-  P (B,H,R,[1+]E): R rows of weights over [S and] the gradients.  gd: for what M gains, and for S (momentum).  muon: for S at every step; C (B,H,R).
-  Returns every M, every S, then for gd every u (B,H,E,o) and the hidden layer (B,H,E,i), if there is one; for muon every U (B,H,R,o,i)."""
-  skip, new_M, new_S, kept = int(cfg.momentum), [], [], []
-  factors = gradients(cfg, base, x, k, v)
-  for name, (u, inp) in factors.items():
-    weighted = P[..., skip:].unsqueeze(-2) * u.transpose(-1, -2).unsqueeze(-3)                             # (B,H,R,o,E)
-    sums = (weighted.flatten(-3, -2) @ inp).reshape(*weighted.shape[:-1], inp.shape[-1])                   # (B,H,R,o,i)
-    if cfg.momentum: sums = sums + _scalar(P[..., 0]) * S[name].unsqueeze(-3)
-    sums = sums.contiguous()
-    if cfg.momentum: new_S.append(sums[..., -1, :, :])
-    kept.append(u if C is None else newton_schulz(sums, cfg.ns_steps).contiguous())
-    new_M.append(_scalar(a) * M[name] + (sums[..., 0, :, :] if C is None else -(_scalar(C) * kept[-1]).sum(-3).contiguous()))
-  return [*new_M, *new_S, *kept, *[inp for name, (_, inp) in factors.items() if name == "W1" and C is None]]
-
-@functools.cache
-def _compiled_step(cfg, weights, streams):
-  """chunk_step from rows of numbers to a row, as one call that tinygrad schedules and compiles once, forward and backward, for all chunks.
-  weights: names and shapes of every M, then of every S; streams: shapes of x, k, v, a, P[, C].  Gradients are taken at the sum of `bases`."""
-  names, shapes = zip(*weights)
-  many = len(weights) // (1 + cfg.momentum)             # matrices of M
-  @function(precompile=True, precompile_backward=True)
-  def step(state, chunk, *bases):
-    states, size = _unpack(state, shapes, lambda n: cfg.optimizer == "muon"), sum(map(math.prod, shapes[:many]))
-    base = functools.reduce(Tensor.add, [z[..., :size] for z in bases])
-    out = chunk_step(cfg, dict(zip(names, _unpack(base, shapes[:many]))), dict(zip(names, states[:many])), dict(zip(names, states[many:])),
-                     *_unpack(chunk, streams, lambda n: n not in (1, 2)))
-    return _pack(out, 2).contiguous(), *out[len(names):]
-  return step
-
-def state_pass(cfg, toward:dict, base:dict, M:dict, S:dict, *streams:Tensor):
-  """chunk_step over all N chunks, axis 2 of the streams x, k, v, a, P[, C].  Returns the last chunk's base, the last M and S, and, on axis 2 for
-  every chunk, the M and S it began with and what chunk_step kept."""
-  N, E, R = streams[0].shape[2], streams[0].shape[3], streams[4].shape[3]
-  weights = tuple((n, w.shape[2:]) for part in (M, S) for n, w in part.items())
-  if cfg.optimizer == "muon": kept = [(R, *w.shape[2:]) for w in M.values()]
-  else: kept = [(E, w.shape[2]) for w in M.values()] + [(E, w.shape[3]) for n, w in M.items() if n == "W1"]
-  step, shapes = _compiled_step(cfg, weights, tuple(z.shape[3:] for z in streams)), [shape for _, shape in weights]
-  chunks = _pack(streams, 3).permute(2, 0, 1, 3).contiguous()
-  first, rows = _pack(base.values(), 2).contiguous(), [_pack([*M.values(), *S.values()], 2).contiguous()]
-  home = [_pack(toward.values(), 2).contiguous()] if toward else []
-  for n in range(N): rows.append(step(rows[-1], chunks[n].contiguous(), rows[-1] if n else first, *home)[0])
-  def states(row): return dict(zip(M, parts := _unpack(row, shapes))), dict(zip(S, parts[len(M):]))
-  size = rows[0].shape[-1]
-  starts, after = [Tensor.stack(*part, dim=2).contiguous() for part in ([r[..., :size] for r in rows[:-1]], [r[..., size:] for r in rows[1:]])]
-  return states(rows[-2])[0] if N > 1 else base, *states(rows[-1]), *states(starts), _unpack(after, kept)
-
-# *** the outputs ***
-
-def outputs(cfg, toward:dict, M:dict, S:dict, kept:list, x:Tensor, r:Tensor, q:Tensor, a:Tensor, C:Tensor) -> Tensor:
-  """y_t = M_t(phi(q_t)) for every token, without any M_t: x = phi(k) (B,H,N,E,D), r = phi(q) (B,H,N,b,D), q (B,H,N,b,d); the rest as
-  state_pass and `coefficients` made it -> (B,H,N,b,value_dim)."""
-  a, places = a.unsqueeze(-1), list(M)
-  def read(name, z):
-    y = a * (z @ M[name].transpose(-1, -2))
-    if toward: y = y + z @ toward[name].unsqueeze(2).transpose(-1, -2)
-    if cfg.optimizer == "gd":
-      u, inp, skip = kept[places.index(name)], kept[-1] if name == "W1" else x, int(cfg.momentum)
-      y = y - (C[..., skip:] * (z @ inp.transpose(-1, -2)).contiguous()).contiguous() @ u
-      return y - C[..., :1] * (z @ S[name].transpose(-1, -2)) if skip else y
-    U = kept[places.index(name)]
-    steps = (z @ U.flatten(-3, -2).transpose(-1, -2)).contiguous().reshape(*z.shape[:-1], U.shape[-3], U.shape[-2])
-    return y - (C.unsqueeze(-1) * steps).sum(-2)
-  return apply(cfg, read, r, q)
-
-def for_batch(part:dict[str, Tensor], B:int, x:Tensor|None=None) -> dict[str, Tensor]:
-  """A state, or a part of one, with matrices (H,out,in) that the rows of the batch share given to each of them, (B,H,out,in).
-  x (B,...): where it is cut along B over several devices so is the result, which tinygrad's Tensor.stack could not take beside cut ones otherwise."""
-  def rows(w):
-    w = w.unsqueeze(0).expand(B, *w.shape).contiguous()
-    if x is None or isinstance(x.device, str): return w
-    return w.flatten(1).cat(x.flatten(1)[:, :1], dim=1).contiguous()[:, :-1].reshape(w.shape).contiguous()       # cut, as its neighbour is
-  return {n: rows(w) if w.ndim == 3 else w for n, w in part.items()}
-
-def by_ops(cfg, a:Tensor|None, toward:dict, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor,
-           gamma:Tensor, b:int, every:int) -> tuple[Tensor, dict, dict, dict]:
-  """The recurrence over whole chunks of b tokens in stock tensor operations: large products over all chunks, but for the sequential pass.
-  toward: R (H,out,in), base and M the distance from it; or empty, and they are the memory itself.
-  k, v (B,H,T,.), or (B,H,window-1+T,.) with the tokens before the first; a Muon step at every `every`-th token; M, S, base (B,H,out,in), or
-  (H,out,in) where the batch shares them.  Returns y (B,H,T,value_dim) and the last chunk's base, the last M and the last S."""
-  B, _, T, _ = cast(tuple[int, ...], q.shape)
-  reach = b + cfg.window - 1
-  E = reach if b == 1 else _to_multiple(reach, 8)          # multiples of 8 tile well
-  toward, base, M, S = [for_batch(part, B, q) for part in (toward, base, M, S)]
-  def chunked(z): return z.reshape(*z.shape[:2], T // b, b, *z.shape[3:])
-  alphas, C, P = coefficients(cfg, E, every, *map(chunked, (alpha, theta, eta, gamma)))
-  keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous().contiguous_backward()
-                  for z in (k, v)]                         # each chunk behind its halo: (B,H,N,E,.)
-  x = phi(cfg, keys, a).contiguous()
-  last = (P, C[..., -1, :]) if cfg.optimizer == "muon" else (Tensor.stack(-C[..., -1, :], *[P[..., -1, :]] * cfg.momentum, dim=3),)
-  base, M, S, M_starts, S_starts, kept = state_pass(cfg, toward, base, M, S, x, keys, values, alphas[..., -1], *last)
-  queries = chunked(q).contiguous()
-  y = outputs(cfg, toward, M_starts, S_starts, kept, x, phi(cfg, queries, a).contiguous(), queries, alphas, C)
-  return y.flatten(2, 3), base, M, S
-
-# *** features exp: the first layer as an expansion over the tokens ***
-
-def _stored(x:Tensor) -> Tensor: return x.contiguous().contiguous_backward()
-
-def _expansion(z:dict) -> dict:
-  """The coefficients (B,H,L+N*E,o) of the first layer of M, and of S, where a chunk starts: of the past's L keys, then of the call's gradients U.
-  mm, ms, ss (B,H,N+1): how much of M, and of S, is left there in M, and of S in S, of the call's start and of every chunk."""
-  def items(past, weights): return _stored(past.cat(weights.flatten(-2).unsqueeze(-1) * z["U"], dim=2))
-  def left(name): return _scalar(z[name][..., 0]), z[name][..., 1:].unsqueeze(-1)
-  old, new = left("mm")
-  if "S" not in z: return {"M": items(old * z["M"], -new * z["lastC"])}
-  (of_s, new_s), (old_s, own_s) = left("ms"), left("ss")
-  return {"M": items(old * z["M"] + of_s * z["S"], new_s * z["lastP"] - new * z["lastC"]), "S": items(old_s * z["S"], own_s * z["lastP"])}
-
-def expansion_step(cfg, z:dict) -> dict:
-  """One chunk: its outputs y (B,H,b,value_dim), the gradients u (B,H,E,o) of its tokens, which are new items of the expansion, and for mlp M1 and S1,
-  the second layer after it.  z: the chunk's k, v, q, a, C, P, mm, ms, ss and n, its number; the keys of the past and of the call (B,H,L+N*E,d); the
-  past's coefficients M, S and base (B,H,L,o); lastC, lastP (B,H,N,E); U (B,H,N*E,o), the gradients of the chunks before, zeros behind."""
-  skip, E, coefs, base1 = int(cfg.momentum), z["k"].shape[2], _expansion(z), z.get("M1")
-  coefs["base"] = coefs["M"]
-  if "base" in z:                                        # the call starts inside a chunk
-    is_first = _scalar(z["n"] == 0)
-    coefs["base"] = is_first.where(z["base"].pad((None, None, (0, z["U"].shape[2]), None)), coefs["M"]).contiguous()
-    if base1 is not None: base1 = is_first.where(z["base1"], base1).contiguous()
-  if "toward" in z:
-    coefs["toward"] = z["toward"].pad((None, None, (0, z["U"].shape[2]), None)).contiguous()
-    coefs["base"] = _stored(coefs["base"] + coefs["toward"])
-    if base1 is not None: base1 = _stored(base1 + z["toward1"])
-  def kernel(x, keys): return (x @ keys.transpose(-1, -2)).contiguous_backward().exp().contiguous()
-  near = kernel(z["k"].cat(z["q"], dim=2).contiguous(), z["keys"])
-  factors = gradients(cfg, {"W1": base1}, None, z["k"], z["v"], _stored(near[:, :, :E].contiguous_backward() @ coefs["base"]))
-  u, (e, h) = factors["W" if cfg.memory == "linear" else "W2"][0], factors.get("W1", (None, None))
-  a, C, C0 = z["a"].unsqueeze(-1), z["C"][..., skip:], z["C"][..., :1]
-  def read(name, x):
-    second = name == "W1"
-    def old(part): return (x @ z[part + "1"].transpose(-1, -2) if second else near[:, :, E:].contiguous_backward() @ coefs[part]).contiguous()
-    now = a * old("M") + old("toward") if "toward" in z else a * old("M")
-    y = now - _stored(C * (x @ h.transpose(-1, -2) if second else kernel(z["q"], z["k"]))) @ (e if second else u)
-    return (y - C0 * old("S") if skip else y).contiguous_backward()
-  out = {"y": apply(cfg, read, None, z["q"]), "u": u}
-  def sums(w): return e.transpose(-1, -2) @ _stored(w.unsqueeze(-1) * h)
-  if e is not None: out["M1"] = a[..., -1:, :] * z["M1"] - sums(C[..., -1, :])
-  if e is not None and skip:
-    out["M1"] = out["M1"] - _scalar(C0[..., -1, 0]) * z["S1"]
-    out["S1"] = _scalar(z["P"][..., 0]) * z["S1"] + sums(z["P"][..., 1:])
-  return out
-
-def _body(fxn:Callable, *args:Tensor) -> UOp:
-  """The graph of fxn over parameters, as tinygrad's `function` makes it, whose time grows with the square of the graph where it holds scratch."""
-  inputs = [x.uop.empty_like() for x in args]
-  out = fxn(*map(Tensor, inputs))
-  body = UOp.maketuple(*[x.uop for x in (out if isinstance(out, tuple) else (out,))])
-  scratch = [u for u in body.toposort(enter_calls=False) if u.op is Ops.BUFFER and u not in inputs]
-  numbered = {u: u.replace(arg=replace(u.arg, slot=n)) for n, u in enumerate(scratch)}
-  return body.substitute(numbered | {u: u.param_like(n) for n, u in enumerate(inputs)})
-
-def _traced(fxn:Callable, *args:Tensor) -> Callable:
-  """fxn as a call inside a _body, scheduled and compiled once however often it is called.  Its results lie in scratch of that body, where those of a
-  precompiled `function` would all be held to the end."""
-  if not isinstance(args[0].device, str):                # scratch cannot be cut over several devices: scheduled anew at every call
-    return lambda *args: fxn(*[x.detach() for x in args])
-  body = _body(fxn, *args)
-  whole = cast(UOp, transform_precompiled_call(body.call(*[x.uop.empty_like() for x in args], precompile=True)))
-  sink = whole.src[0].src[1].src[0]                      # of the first result, (buffer after (call of (sink, ...)))
-  def call(*args):
-    room = [Tensor.invalids(*u.shape, dtype=u.dtype, device=args[0].device) for u in body.src]
-    done = sink.call(*[x.uop for x in (*args, *room)], name=fxn.__name__)
-    return [Tensor(x.uop.after(done)) for x in room]
-  return call
-
-def expansion_pass(cfg, kept:dict, second:dict, streams:dict) -> tuple[Tensor, Tensor, list, list]:
-  """expansion_step over all N chunks, axis 2 of the streams; kept: what it takes that is the same for all; second: M1 and S1.
-  Returns y (B,H,N,b,value_dim), the gradients U (B,H,N*E,o), and second where every chunk starts (B,H,N,.,.) and at the end.
-
-  Each step reads the gradients of all before it.  Reverse mode would keep a copy for every chunk, and memory would grow with the square of the
-  stream: this gradient keeps the last one only, where items that were not there yet have weight 0.  It walks the chunks backwards, each step run
-  anew, and adds to sums.  Arguments and results are one row of numbers each, as a gradient comes only for results that are used."""
-  B, H, N, E, _ = cast(tuple[int, ...], streams["k"].shape)
-  o, b = cast(int, kept["M"].shape[-1]), streams["q"].shape[3]
-  kept = kept | {"U": Tensor.zeros(B, H, N * E, o, buffer=False)}
-  names, many, carried = [*kept, *second], len(kept), len(second)
-  shapes = [z.shape[3:] for z in streams.values()]
-  before = [*[z.shape[2:] for z in (*kept.values(), *second.values())], (N, sum(map(math.prod, shapes))), (1,)]     # (1,): a chunk's number
-  ends = [z.shape[2:] for z in second.values()]
-  after = [(N, b, streams["v"].shape[-1]), (N * E, o), *[(N, *shape) for shape in ends], *ends]
-  def whole(row, shapes): return [z.contiguous() for z in _unpack(row, shapes, lambda n: False)]
-  def own(z, n): return (Tensor.arange(N) == n.cast(dtypes.int32)).reshape(B, H, N, *[1] * (z.ndim - 3)).where(z, 0)
-  def chunk_of(z, n): return own(z, n).sum(2).contiguous()
-  def step(x, chunk, n): return expansion_step(cfg, dict(zip(names, x)) | dict(zip(streams, _unpack(chunk, shapes))) | {"n": n.squeeze(-1)})
-  def stored(*x): return tuple(z.contiguous() for z in x)
-  def chunk_forward(*args):
-    *x, chunks, n = args
-    out = step(x, chunk_of(chunks, n), n)
-    U = x[many - 1].reshape(B, H, N, E, o) + own(out["u"].unsqueeze(2), n)
-    return stored(out["y"], U.flatten(2, 3), *[out[z] for z in second], n + 1)
-  def forward(row):
-    *x, chunks, n = whole(row, before)
-    call = _traced(chunk_forward, *x, chunks, n)
-    ys:list[Tensor] = []
-    starts:list[list[Tensor]] = []
-    for _ in range(N):
-      starts.append(x[many:])
-      y, U, *rest, n = call(*x, chunks, n)
-      ys, x = [*ys, y], [*x[:many - 1], U, *rest]
-    return _pack([Tensor.stack(*ys, dim=2), *x[many - 1:many], *[Tensor.stack(*z, dim=2) for z in zip(*starts)], *x[many:]], 2).contiguous()
-  def chunk_backward(*args):
-    fixed, starts, (chunks, dy), dstarts, dends, sums = [args[m:m + s] for m, s in zip(places, sizes)]
-    n = args[-1]
-    x = [*fixed, *[chunk_of(z, n) for z in starts], chunk_of(chunks, n)]
-    out, given = step(x[:-1], x[-1], n), [chunk_of(dy, n), chunk_of(sums[-1].reshape(B, H, N, E, o), n), *dends]
-    found = sum(((out[z] * g).sum() for z, g in zip(("y", "u", *second), given)), Tensor(0.0)).gradient(*x)
-    begun = [g + chunk_of(dz, n) for g, dz in zip(found[many:], dstarts)]
-    return stored(*[z + g for z, g in zip(sums, found)], *begun, found[-1], n - 1)
-  sizes = (many, carried, 2, carried, carried, many)
-  places = [0, *itertools.accumulate(sizes)]
-  def gradient(row, result, grad, zeros):
-    x, (_, U, *rest), (dy, dU, *drest) = whole(row, before), whole(result, after), whole(grad, after)
-    fixed, dends, sums = [*x[:many - 1], U], drest[carried:], [*whole(zeros, before)[:many - 1], dU]
-    found:list[Tensor] = []
-    same, n = [*fixed, *rest[:carried], x[-2], dy, *drest[:carried]], (x[-1] + (N - 1)).contiguous()
-    call = _traced(chunk_backward, *same, *dends, *sums, n)
-    for _ in range(N):
-      *sums, dchunk, n = call(*same, *dends, *sums, n)
-      sums, dends, found = sums[:many], sums[many:], [dchunk, *found]
-    return _pack([*sums, *dends, Tensor.stack(*found, dim=2), n], 2).contiguous()
-  def backward(grad, call):
-    args = [row := Tensor(call.src[1]), Tensor(call.gettuple(0)), Tensor(grad), row.zeros_like()]
-    return (_body(gradient, *args).call(*[x.uop for x in args], precompile=True).gettuple(0),)
-  row = _pack([*kept.values(), *second.values(), _pack(streams.values(), 3), Tensor.zeros(B, H, 1, buffer=False)], 2).contiguous()
-  y, U, *rest = _unpack(Tensor(_body(forward, row).call(row.uop, precompile=True, grad_fxn=backward).gettuple(0)), after)
-  return y, U, rest[:carried], rest[carried:]
-
-def expanded(cfg, old:Tensor, toward:dict, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor,
-             gamma:Tensor, b:int, starts:bool, place:Any, capacity:int) -> tuple[Tensor, dict, dict, dict]:
-  """by_ops for features=exp, but that "u" (B,H,L,o) of base, M and S are the coefficients of the keys old (B,H,L,d) in place of the first layer's
-  matrix, and come back for `capacity` keys, the call's first row at `place`.  starts: base is M.
-  Costs an attention over the past and the call's stream per chunk, without softmax; memory grows linearly with the stream."""
-  B, _, T, _ = cast(tuple[int, ...], q.shape)
-  E, N, skip = b + cfg.window - 1, T // b, int(cfg.momentum)
-  (old,), toward, base, M, S = for_batch({"": old}, B, q).values(), *[for_batch(part, B, q) for part in (toward, base, M, S)]
-  def chunked(z): return z.reshape(*z.shape[:2], N, b, *z.shape[3:])
-  alphas, C, P = coefficients(cfg, E, 1, *map(chunked, (alpha, theta, eta, gamma)))
-  keys, values = [z.pad((None, None, (T + E - b - z.shape[2], 0), None)).unfold(2, E, b).transpose(-1, -2).contiguous() for z in (k, v)]
-  last, lastP = C[..., -1, :], P[..., -1, :]
-  def table(gate):                                       # what is left at every chunk's start, and at the end, of the call's start and of every chunk
-    return (Tensor.arange(N + 1) == 0).float().reshape(1, 1, 1, N + 1).expand(*gate.shape[:2], 1, N + 1).cat(decay(gate), dim=2).contiguous()
-  tables = {"mm": table(alphas[..., -1])}
-  if skip:
-    tables["ss"] = table(lastP[..., 0])
-    tables["ms"] = (tables["mm"][..., 1:] * -last[..., 0].unsqueeze(-2)).contiguous() @ tables["ss"][..., :-1, :]
-  kept = {"keys": old.cat(keys.flatten(2, 3), dim=2), "lastC": last[..., skip:], "M": M["u"]}
-  if skip: kept |= {"lastP": lastP[..., 1:], "S": S["u"]}
-  if not starts: kept |= {"base": base["u"]} | ({"base1": base["W1"]} if "W1" in base else {})
-  if toward: kept["toward"] = toward["u"].pad((None, None, (0, old.shape[2] - toward["u"].shape[2]), None))
-  if "W1" in toward: kept["toward1"] = toward["W1"]
-  second = {f"{n}1": part["W1"] for n, part in (("M", M), ("S", S)) if "W1" in part}
-  streams = {"k": keys, "v": values, "q": chunked(q), "a": alphas, "C": C, "P": lastP} | {n: z[..., :-1, :] for n, z in tables.items()}
-  y, U, begun, ended = expansion_pass(cfg, kept, second, streams)
-  # one coefficient a token: the gradients that one token's key has in several chunks, as halo and as its own, are added
-  first = place - (E - b)                                # the place of the first row's oldest key
-  def merged(name, row):
-    past, new = _expansion(kept | {"U": U} | {n: z[..., row, :] for n, z in tables.items()})[name].split([old.shape[2], N * E], dim=2)
-    new, reach = new.reshape(*new.shape[:2], N, E, new.shape[3]), -(-E // b) if N > 1 else 1
-    size = b if N > 1 else E
-    blocks = new.pad((None, None, None, (0, reach * size - E), None)).split(size, dim=3)
-    new = sum(z.flatten(2, 3).pad((None, None, (n * size, (reach - 1 - n) * size), None)) for n, z in enumerate(blocks)).contiguous()
-    if not isinstance(place, int):
-      return longer(past) + (Tensor.arange(capacity).reshape(capacity, 1) == first + Tensor.arange(new.shape[2])).where(1.0, 0.0) @ new
-    new = new[:, :, max(-first, 0):capacity - first]
-    return longer(past) + new.pad((None, None, (max(first, 0), capacity - max(first, 0) - new.shape[2]), None))
-  def longer(z): return z.pad((None, None, (0, capacity - z.shape[2]), None))
-  after = {p: {"u": merged(p, N)} | ({"W1": ended[n]} if ended else {}) for n, p in enumerate(("M", "S")[:1 + skip])}
-  if N > 1: base = {"u": merged("M", N - 1)} | ({"W1": begun[0][:, :, -1]} if begun else {})
-  else: base = base | {"u": longer(base["u"])}
-  return y.flatten(2, 3), base, after["M"], after.get("S", {})
+# tinygrad's CPU device calls clang.  The `cpu` extra puts one beside this Python that is newer than most systems' own.
+clang = Path(sys.executable).parent / "clang"
+if "CC" not in os.environ and clang.exists(): os.environ["CC"] = str(clang)
 
 # *** matrices inside a kernel ***
 
 @functools.cache
-def _symbol(name:str) -> UOp: return UOp.variable(name, -1.0, 1.0, dtypes.float)
-_I, _J = UOp.variable("i", 0, 1 << 24), UOp.variable("j", 0, 1 << 24)
+def symbol(name:str) -> UOp:
+  return UOp.variable(name, -1.0, 1.0, dtypes.float)
+ROW, COLUMN = UOp.variable("i", 0, 1 << 24), UOp.variable("j", 0, 1 << 24)
 
-def _put(u:UOp, known:dict[UOp, UOp]) -> UOp:
-  """u with its symbols replaced; what replaces them may lie deep inside other loops, and is not looked into."""
-  if u not in known: known[u] = u.replace(src=tuple(_put(s, known) for s in u.src)) if u.src else u
+def substituted(u:UOp, known:dict[UOp, UOp]) -> UOp:
+  """u with its symbols replaced.  What replaces them may lie deep inside other loops and is not searched."""
+  if u not in known:
+    known[u] = u.replace(src=tuple(substituted(s, known) for s in u.src)) if u.src else u
   return known[u]
 
-def _divisor(n:int, *liked:int) -> int:
-  return next((s for s in liked if n % s == 0), max(s for s in range(1, max(liked) + 1) if n % s == 0))
+def divisor(n:int, *preferred:int) -> int:
+  """The first of the preferred numbers that divides n, or else the largest divisor that is not above them."""
+  for size in preferred:
+    if n % size == 0: return size
+  return max(size for size in range(1, max(preferred) + 1) if n % size == 0)
 
-def _constant(x:float) -> UOp: return UOp.const(x, dtypes.float)
+def constant(x:float) -> UOp: return UOp.const(x, dtypes.float)
+
+def product_of(factors:list) -> Any:
+  return functools.reduce(operator.mul, factors)
 
 class Matrix:
-  """An expression: element (i, j) is f(i, j, *elements (i, j) of the stored matrices `leaves`); a leaf of one row or column repeats it."""
-  def __init__(self, k:Kernel, shape:tuple[int, int], leaves:tuple[Stored, ...], f:Any): self.k, self.shape, self.leaves, self.f = k, shape, leaves, f
-  def map(self, op:Callable, *others:Any) -> Matrix:
-    """op on every element, and on those of the others, matrices or numbers."""
-    parts = [x.stored() if isinstance(x, Product) else x if isinstance(x, Matrix) else Matrix(self.k, (1, 1), (), lambda i, j, x=x: x)
-             for x in (self, *others)]
+  """An expression.  Element (i, j) is f(i, j, *elements (i, j) of the stored matrices `leaves`); a leaf of one row or
+  column repeats it.  Its operations are those of a Tensor of two axes, and what they cannot do they refuse."""
+  dtype = dtypes.float
+  def __init__(self, kernel:Kernel, shape:tuple[int, ...], leaves:tuple[Stored, ...], f:Any):
+    self.kernel, self.shape, self.leaves, self.f = kernel, shape, leaves, f
+  def map(self, op, *others:Any):
+    """op on every element, and on those of the others, which are matrices or numbers."""
+    parts = [self.operand(x) for x in (self, *others)]
     leaves = tuple(dict.fromkeys(leaf for p in parts for leaf in p.leaves))
     places = [[leaves.index(leaf) for leaf in p.leaves] for p in parts]
-    def f(i, j, *x): return op(*[p.f(i, j, *[x[n] for n in at]) for p, at in zip(parts, places)])
-    return Matrix(self.k, (max(p.shape[0] for p in parts), max(p.shape[1] for p in parts)), leaves, f)
-  def __add__(self, o): return o + self if isinstance(o, Product) else self.map(lambda a, b: a + b, o)
-  def __sub__(self, o): return -o + self if isinstance(o, Product) else self.map(lambda a, b: a - b, o)
-  def __mul__(self, o): return self.map(lambda a, b: a * b, o)
+    def f(i, j, *x):
+      return op(*[p.f(i, j, *[x[n] for n in at]) for p, at in zip(parts, places)])
+    shape = np.broadcast_shapes(*[p.shape for p in parts])
+    return Matrix(self.kernel, shape, leaves, f)
+  def operand(self, x):
+    if isinstance(x, Product): return x.stored()
+    return x if isinstance(x, Matrix) else Matrix(self.kernel, (1, 1), (), lambda i, j: x)
+  def __add__(self, other):
+    return other + self if isinstance(other, Product) else self.map(lambda x, y: x + y, other)
+  def __sub__(self, other):
+    return -other + self if isinstance(other, Product) else self.map(lambda x, y: x - y, other)
+  def __mul__(self, other):
+    return self.map(lambda x, y: x * y, other)
+  def __truediv__(self, other):
+    return self.map(lambda x, y: x / y, other)
   def __neg__(self): return self * -1.0
-  def __radd__(self, o): return self + o
-  def __rsub__(self, o): return -self + o
-  def __rmul__(self, o): return self * o
-  def __pow__(self, n:int): return self.map(lambda a: functools.reduce(lambda x, y: x * y, [a] * n))
-  def __matmul__(self, o:Matrix): return Product(self.k, self.stored(), o.stored())
+  def __radd__(self, other): return self + other
+  def __rsub__(self, other): return -self + other
+  def __rmul__(self, other): return self * other
+  def __pow__(self, n):
+    if type(n) is not int or n < 1: raise NotImplementedError(f"a matrix inside a kernel to the power of {n!r}")
+    return self.map(lambda x: product_of([x] * n))
+  def __matmul__(self, other):
+    if self.shape[1] != other.shape[0]: raise ValueError(f"matrices of {self.shape} and {other.shape} do not multiply")
+    return Product(self.kernel, self.stored(), other.stored())
   def square(self): return self ** 2
-  def rsqrt(self): return self.map(lambda a: 1 / a.sqrt())
-  def sigmoid(self): return self.k.sigmoid(self)
-  def sum(self, *_, **__): return self.k.sum(self)
-  def transpose(self, *_): return self.stored().transpose()
+  def rsqrt(self): return self.map(lambda x: 1 / x.sqrt())
+  def exp(self):
+    return self.map(lambda x: (x * (1 / math.log(2))).exp2())
+  def minimum(self, other):
+    return self.map(lambda x, y: x.minimum(y), other)
+  def maximum(self, other):
+    return self.map(lambda x, y: x.maximum(y), other)
+  def sigmoid(self): return self.kernel.sigmoid(self)
+  def sum(self, axis:int|tuple[int, ...]=(-2, -1), keepdim:bool=False) -> Stored:
+    axes = {n % 2 for n in ((axis,) if isinstance(axis, int) else axis)}
+    if not keepdim: raise NotImplementedError("a sum inside a kernel keeps its axes: give keepdim=True")
+    return self.kernel.sum(self, axes)
+  def mean(self, axis=(-2, -1), keepdim=False):
+    total = self.sum(axis, keepdim)
+    return total * (total.shape[0] * total.shape[1] / (self.shape[0] * self.shape[1]))
+  def cat(self, other, dim=0):
+    if dim % 2 != 1: raise NotImplementedError(f"matrices inside a kernel are joined along dim=-1, not dim={dim}")
+    R, n, m = max(self.shape[0], other.shape[0]), self.shape[1], other.shape[1]
+    out = self.kernel.new((R, n + m))
+    self.kernel.assign(out.block(0, R, 0, n), self)
+    self.kernel.assign(out.block(0, R, n, m), other)
+    return out
+  def transpose(self, dim0=-2, dim1=-1):
+    if {dim0 % 2, dim1 % 2} != {0, 1}: raise NotImplementedError(f"transpose({dim0}, {dim1}) inside a kernel")
+    return self.stored().swapped()
+  def eye(self, n, dtype=dtypes.float):
+    if dtype != dtypes.float: raise NotImplementedError(f"matrices inside a kernel are float32, not {dtype}")
+    return Matrix(self.kernel, (n, n), (), lambda i, j: i.eq(j).where(constant(1.0), constant(0.0)))
+  def iterate(self, steps, body, carry):
+    return self.kernel.iterate(steps, body, carry)
   def contiguous(self): return self.stored()
   def contiguous_backward(self): return self
-  def stored(self) -> Stored: return self.k.assign(self.k.new(self.shape, self.leaves), self)
-  def flip(self): return Matrix(self.k, self.shape[::-1], tuple(m.transpose() for m in self.leaves), lambda i, j, *x: self.f(j, i, *x))
+  def stored(self) -> Stored:
+    return self.kernel.assign(self.kernel.new(self.shape, self.leaves), self)
+  def flip(self):
+    """The transposed expression."""
+    leaves = tuple(m.transpose() for m in self.leaves)
+    return Matrix(self.kernel, self.shape[::-1], leaves, lambda i, j, *x: self.f(j, i, *x))
 
 class Product(Matrix):
-  """start + scale x y, computed where it is first needed: added terms are where its sums start."""
-  def __init__(self, k:Kernel, x:Stored, y:Stored, start:Matrix|None=None, scale:float=1.0):
-    super().__init__(k, (x.shape[0], y.shape[1]), (), None)
+  """start + scale x y, computed where it is first needed.  Terms that are added become the start of its sums."""
+  def __init__(self, kernel:Kernel, x:Stored, y:Stored, start:Matrix|None=None, scale:float=1.0):
+    super().__init__(kernel, (x.shape[0], y.shape[1]), (), None)
     self.x, self.y, self.start, self.scale = x, y, start, scale
     self.place:Stored|None = None
-  def __add__(self, o):
-    if isinstance(o, Product): o = o.stored()
-    return Product(self.k, self.x, self.y, o if self.start is None else self.start + o, self.scale)
-  def __sub__(self, o): return self + -o
-  def __mul__(self, o):
-    return Product(self.k, self.x, self.y, self.start and self.start * o, self.scale * o) if isinstance(o, float) else self.stored() * o
+  def __add__(self, other):
+    if isinstance(other, Product): other = other.stored()
+    return Product(self.kernel, self.x, self.y, other if self.start is None else self.start + other, self.scale)
+  def __sub__(self, other): return self + -other
+  def __mul__(self, other):
+    if not isinstance(other, float): return self.stored() * other
+    return Product(self.kernel, self.x, self.y, self.start and self.start * other, self.scale * other)
   def stored(self) -> Stored:
-    if self.place is None:                                 # column by column where that saves copying the larger factor
-      tall = self.y.cols != 1 and self.shape[0] > 1 and (self.x.rows == 1 or self.x.shape[0] < self.y.shape[1])
-      self.place = self.k.assign(self.k.new(self.shape[::-1]).transpose() if tall else self.k.new(self.shape), self)
+    if self.place is None:               # column by column where that saves copying the larger factor
+      thin = self.x.rows == 1 or self.x.shape[0] < self.y.shape[1]
+      tall = self.y.cols != 1 and self.shape[0] > 1 and thin
+      place = self.kernel.new(self.shape[::-1]).transpose() if tall else self.kernel.new(self.shape)
+      self.place = self.kernel.assign(place, self)
     return self.place
 
 class Stored(Matrix):
-  """Element (i, j) lies at start + i rows + j cols of a buffer (None: its value is not wanted); its gradient, if it has one, in `grad`."""
-  def __init__(self, k:Kernel, buffer:UOp|None, shape:tuple[int, int], start:Any, rows:int, cols:int=1, grad:Any=None, row:Any=None):
-    super().__init__(k, shape, (self,), lambda i, j, x: x)
+  """A matrix in memory: element (i, j) lies at start + i rows + j cols of a buffer.  A buffer of None means that the
+  value is not wanted.  `grad` is where its gradient is stored, if it has one; `row` maps row numbers to rows of
+  memory."""
+  def __init__(self, kernel:Kernel, buffer:UOp|None, shape:tuple[int, ...], start:Any, rows:int, cols:int=1,
+               grad:Any=None, row:Callable|None=None):
+    super().__init__(kernel, shape, (self,), lambda i, j, x: x)
     self.buffer, self.start, self.rows, self.cols, self.grad, self.row = buffer, start, rows, cols, grad, row
-    self.tall = cols != 1 == rows                          # columns lie along memory
+    self.tall = cols != 1 == rows                # columns lie along memory
   def at(self, i, j):
-    i, j = 0 if self.shape[0] == 1 else i, 0 if self.shape[1] == 1 else j
+    if self.shape[0] == 1: i = 0
+    if self.shape[1] == 1: j = 0
     return self.start + (self.row(i) if self.row else i) * self.rows + j * self.cols
-  def view(self, shape:tuple[int, int], start:Any, rows:int, cols:int) -> Stored:
+  def view(self, shape, start, rows, cols):
     """Other rows and columns of the same memory, and of its gradient."""
-    return self.k.memo((self, shape, start, rows, cols), lambda: Stored(
-      self.k, self.buffer, shape, self.start + start, rows, cols, self.grad and self.grad.view(shape, start, rows, cols)))
-  def transpose(self, *_): return self.view(self.shape[::-1], 0, self.cols, self.rows)
-  def block(self, i:Any, R:int, j:int=0, C:int|None=None) -> Stored:
+    def make():
+      grad = self.grad and self.grad.view(shape, start, rows, cols)
+      return Stored(self.kernel, self.buffer, shape, self.start + start, rows, cols, grad)
+    return self.kernel.memo((self, shape, start, rows, cols), make)
+  def swapped(self):
+    return self.view(self.shape[::-1], 0, self.cols, self.rows)
+  def block(self, i, R, j=0, C=None):
+    """R rows from row i, and C columns from column j (None: all)."""
     return self.view((R, self.shape[1] if C is None else C), i * self.rows + j * self.cols, self.rows, self.cols)
   def stored(self): return self
 
 class Kernel:
   """Loop nests in program order: each waits for the one before.
 
-  The nests: fill, each (elementwise), add (elementwise, onto what is there), gather (a sum), product.  Statements are made of them (assign, sigmoid,
-  sum, scan), and each puts its adjoint, nests again, on the tape.  So the backward pass of a recurrence is its own tape in reverse:
+  The nests are fill, each (elementwise), add (elementwise, onto what is there), gather (a sum) and product.  Statements
+  are made of nests (assign, sigmoid, sum, scan).  Each statement puts its adjoint, which is nests again, on the tape.
+  The backward pass of a recurrence is therefore its own tape in reverse:
     Z = expression       dleaf += dexpression/dleaf * dZ, summed where the leaf repeats
     Z = start + s X Y    dX += s dZ Y^T,  dY += s X^T dZ,  dstart += dZ
-    loop, with a carry   the loop in reverse, from what every turn has kept"""
+    loop, with a carry   the loop in reverse, from what every turn has kept
+
+  A kernel is built twice.  The first time it is `quiet`: it makes no code and only counts the scratch memory it
+  needs."""
   def __init__(self, values:UOp, grads:UOp|None, quiet:bool):
-    self.ids, self.wait, self.tape, self.memos = itertools.count(), cast(tuple[UOp, ...], ()), cast(list|None, None), [cast(dict, {})]
-    self.values, self.grads, self.origin, self.grads_origin, self.used, self.used_grads = values, grads, cast(Any, 0), cast(Any, 0), 0, 0
-    self.quiet, self.keeping, self.times, self.flops = quiet, False, 1, 0      # quiet: only count the memory that is needed
-  def memo(self, key, make:Callable):
+    self.values, self.grads, self.quiet = values, grads, quiet               # scratch for matrices and their gradients
+    self.origin:Any = 0                                                      # where the scratch of this turn begins
+    self.grads_origin:Any = 0
+    self.used, self.used_grads = 0, 0                                        # numbers of scratch that are taken
+    self.wait:tuple[UOp, ...] = ()                                           # what the next nest waits for
+    self.tape:list[Callable]|None = None                                     # adjoints, while they are recorded
+    self.memos:list[dict] = [{}]                                             # views and copies made in this loop
+    self.keeping = False                                                     # every turn of a scan keeps its scratch
+    self.ids, self.turns, self.flops = itertools.count(), 1, 0
+  def memo(self, key, make):
     for known in self.memos:
       if key in known: return known[key]
     return self.memos[-1].setdefault(key, make())
@@ -531,22 +207,33 @@ class Kernel:
     if size == 1 or self.quiet:
       yield UOp.const(0)
       return
-    r, self.times = UOp.range(size, next(self.ids), kind), self.times * size
+    r = UOp.range(size, next(self.ids), kind)
+    self.turns *= size
     self.wait = (*self.wait, r)
     yield r
-    self.wait, self.times = (self.wait[0].end(r),), self.times // size
-  def code(self, name:str, numbers:int) -> UOp|None:
-    """All of it, for the compiler; numbers: how many its arguments hold.  None when it was quiet."""
+    self.wait = (self.wait[0].end(r),)
+    self.turns //= size
+  @contextlib.contextmanager
+  def cells(self, shape:tuple[int, ...], tall:bool) -> Iterator[tuple[UOp, UOp]]:
+    """All (i, j) of a shape; the inner loop runs along memory: along the columns of a tall matrix."""
+    with self.loop(shape[tall]) as outer:
+      with self.loop(shape[not tall]) as inner: yield (inner, outer) if tall else (outer, inner)
+  def code(self, name, numbers):
+    """All of it, for the compiler.  numbers: how many its arguments hold.  None when the kernel was quiet."""
     if not self.wait: return None
-    return self.wait[0].sink(arg=KernelInfo(name, opts_to_apply=(), estimates=Estimates(self.flops, 4 * numbers, 4 * numbers)), tag=1)
-  def load(self, m:Stored, i, j, wait=None) -> UOp:
+    estimates = Estimates(self.flops, 4 * numbers, 4 * numbers)
+    return self.wait[0].sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates), tag=1)
+  def load(self, m, i, j, wait=None):
     assert m.buffer is not None
     return m.buffer.after(*(self.wait if wait is None else wait))[m.at(i, j)]
-  def store(self, m:Stored, i, j, value:UOp):
-    if not self.quiet and m.buffer is not None: self.wait = (m.buffer.after(*self.wait)[m.at(i, j)].store(value),)
-  def new(self, shape:tuple[int, int], like:tuple=()) -> Stored:
+  def store(self, m, i, j, value):
+    if self.quiet or m.buffer is None: return
+    if isinstance(value, float): value = constant(value)
+    self.wait = (m.buffer.after(*self.wait)[m.at(i, j)].store(value),)
+  def new(self, shape, like=()):
     """Scratch memory for a matrix, in the order of the one it is made of; with a gradient while there is a tape."""
-    if any(m.shape == shape and m.tall for m in like[:1]): return self.new(shape[::-1]).transpose()
+    if like and like[0].shape == shape and like[0].tall:
+      return self.new(shape[::-1]).transpose()
     size, grad = shape[0] * shape[1], None
     if self.tape is not None:
       grad = Stored(self, self.grads, shape, self.grads_origin + self.used_grads, shape[1])
@@ -555,53 +242,57 @@ class Kernel:
     return Stored(self, self.values, shape, self.origin + (self.used - size), shape[1], 1, grad)
 
   # nests
-  def fill(self, buffer:UOp, start, size:int):
+  def fill(self, buffer, start, size):
     if self.quiet: return
-    with self.loop(size) as j: self.store(Stored(self, buffer, (1, size), start, size), 0, j, _constant(0.0))
-  def elements(self, leaves, i, j, wait) -> list[UOp]: return [self.load(m, i, j, wait) for m in leaves]
-  def each(self, out:Stored, f:Callable, leaves):
-    """out[i,j] = f(i, j, elements); the inner loop runs along out's memory."""
+    with self.loop(size) as j:
+      self.store(Stored(self, buffer, (1, size), start, size), 0, j, 0.0)
+  def elements(self, leaves, i, j, wait):
+    return [self.load(m, i, j, wait) for m in leaves]
+  def each(self, out, f, leaves):
+    """out[i,j] = f(i, j, elements)."""
     if self.quiet: return
-    before, tall = self.wait, out.tall
-    with self.loop(out.shape[tall]) as a:
-      with self.loop(out.shape[not tall]) as b:
-        i, j = (b, a) if tall else (a, b)
-        self.store(out, i, j, f(i, j, *self.elements(leaves, i, j, before)))
-  def add(self, outs:list[Stored], fs:list[Callable], leaves, shape:tuple[int, int]):
+    before = self.wait
+    with self.cells(out.shape, out.tall) as (i, j):
+      self.store(out, i, j, f(i, j, *self.elements(leaves, i, j, before)))
+  def add(self, outs, fs, leaves, shape):
     """Every out[i,j] += its f(i, j, elements), over shape; an out of one row or column takes the sum."""
     if self.quiet: return
-    before, tall = self.wait, leaves[0].tall
-    with self.loop(shape[tall]) as a:
-      with self.loop(shape[not tall]) as b:
-        i, j = (b, a) if tall else (a, b)
-        values = self.elements(leaves, i, j, before)
-        sums = [self.load(out, i, j) + f(i, j, *values) for out, f in zip(outs, fs)]
-        for out, total in zip(outs, sums): self.store(out, i, j, total)
-  def gather(self, out:Stored, f:Callable, leaves, shape:tuple[int, int]):
-    """out[i] += sum_j f(i, j, elements), for every row, or one sum for all when out has one element.  Where the inner loop would add to one place
-    it adds to several side by side, which do not wait for each other."""
+    before = self.wait
+    with self.cells(shape, leaves[0].tall) as (i, j):
+      values = self.elements(leaves, i, j, before)
+      sums = [self.load(out, i, j) + f(i, j, *values) for out, f in zip(outs, fs)]
+      for out, total in zip(outs, sums): self.store(out, i, j, total)
+  def gather(self, out, f, leaves, shape):
+    """out[i] += sum_j f(i, j, elements), for every row, or one sum for all when out has one element.  The inner loop
+    adds to several lanes side by side, which do not wait for each other."""
     if self.quiet: return
     tall = leaves[0].tall and shape[0] > 1
-    if out.shape[1] > 1 or out.shape[0] > 1 and tall: return self.add([out], [f], leaves, shape)
-    if tall: return self.gather(out, lambda i, j, *x: f(j, i, *x), [m.transpose() for m in leaves], shape[::-1])
-    before, n, whole = self.wait, _divisor(shape[1], 16, 8, 4), out.shape[0] == 1
+    if out.shape[1] > 1 or out.shape[0] > 1 and tall:
+      return self.add([out], [f], leaves, shape)
+    if tall:
+      return self.gather(out, lambda i, j, *x: f(j, i, *x), [m.swapped() for m in leaves], shape[::-1])
+    before, n, one_sum = self.wait, divisor(shape[1], 16, 8, 4), out.shape[0] == 1
     lanes, total = self.register(n, n), self.register(1, 0)
     def clear():
-      with self.loop(n) as l: self.store(lanes, 0, l, _constant(0.0))
+      with self.loop(n) as lane: self.store(lanes, 0, lane, 0.0)
     def finish(i):
       self.store(total, 0, 0, self.load(out, i, 0))
-      with self.loop(n) as l: self.store(total, 0, 0, self.load(total, 0, 0) + self.load(lanes, 0, l))
+      with self.loop(n) as lane:
+        self.store(total, 0, 0, self.load(total, 0, 0) + self.load(lanes, 0, lane))
       self.store(out, i, 0, self.load(total, 0, 0))
-    if whole: clear()
+    if one_sum: clear()
     with self.loop(shape[0]) as i:
-      if not whole: clear()
+      if not one_sum: clear()
       with self.loop(shape[1] // n) as m:
-        with self.loop(n) as l:
-          self.store(lanes, 0, l, self.load(lanes, 0, l) + f(i, m * n + l, *self.elements(leaves, i, m * n + l, before)))
-      if not whole: finish(i)
-    if whole: finish(0)
-  def register(self, n:int, slot:int) -> Stored: return Stored(self, UOp.placeholder((n,), dtypes.float, slot, addrspace=AddrSpace.REG), (1, n), 0, n)
-  def copied(self, m:Stored) -> Stored:
+        with self.loop(n) as lane:
+          j = m * n + lane
+          self.store(lanes, 0, lane, self.load(lanes, 0, lane) + f(i, j, *self.elements(leaves, i, j, before)))
+      if not one_sum: finish(i)
+    if one_sum: finish(0)
+  def register(self, n, slot):
+    return Stored(self, UOp.placeholder((n,), dtypes.float, slot, addrspace=AddrSpace.REG), (1, n), 0, n)
+  def copied(self, m):
+    """A copy of m whose rows lie along memory.  No gradient belongs to it."""
     def make():
       tape, self.tape = self.tape, None
       copy = self.new(m.shape)
@@ -609,68 +300,85 @@ class Kernel:
       self.each(copy, m.f, m.leaves)
       return copy
     return self.memo(("copied", m), make)
-  def product(self, out:Stored, x:Stored, y:Stored, start:Matrix|None=None, scale:float=1.0, add:bool=False, large:bool=False):
-    """out = start + scale x y, or out += scale x y.  Tiles of out stay in registers; the inner loop runs along the memory of out and of y.
-    large: what does not fit the caches is read in blocks, a panel of y at a time copied to where it lies together."""
-    if out.tall: out, x, y, start = out.transpose(), y.transpose(), x.transpose(), start and start.flip()
+  def product(self, out:Stored, x:Stored, y:Stored, start:Matrix|None=None, scale:float=1.0, add:bool=False,
+              large:bool=False):
+    """out = start + scale x y, or out += scale x y.  Tiles of out stay in registers; the inner loop runs along the
+    memory of out and of y.  large: factors that do not fit the caches are read in blocks, and a panel of y is copied to
+    where its rows lie together."""
+    if out.tall:
+      out, x, y, start = out.transpose(), y.transpose(), x.transpose(), start and start.flip()
     (R, C), K = out.shape, x.shape[1]
     if R == 1 and y.tall and start is None:                # a row times columns that lie along memory: dot products
-      if not add: self.each(out, lambda i, j: _constant(0.0), ())
+      if not add: self.each(out, lambda i, j: 0.0, ())
       return self.gather(out.transpose(), lambda i, j, a, b: a * b * scale, (y.transpose(), x), (C, K))
     if y.cols != 1 and C > 1: y = self.copied(y)
-    rm, rn, depth = _divisor(R, 4, 3, 2), _divisor(C, 24, 32, 16, 8), K
+    height, width, depth = divisor(R, 4, 3, 2), divisor(C, 24, 32, 16, 8), K
     if large and K > 256: depth = max(n for n in range(1, 257) if K % n == 0)
-    panel = self.new((depth, rn)) if large and R > 16 else None
+    panel = self.new((depth, width)) if large and R > 16 else None
     if self.quiet: return
-    self.flops += 2 * R * C * K * self.times
-    tile = [self.register(rn, 100 * (r + 1) + rn) for r in range(rm)]
+    self.flops += 2 * R * C * K * self.turns
+    tile = [self.register(width, 100 * (n + 1) + width) for n in range(height)]
     def first(block, i, j, before):
+      """Where the sums of an element start."""
       if start: return start.f(i, j, *self.elements(start.leaves, i, j, before))
-      return self.load(out, i, j) if add else block.eq(0).where(0.0, self.load(out, i, j)) if depth < K else _constant(0.0)
-    with self.loop(K // depth) as o:
-      with self.loop(C // rn) as c:
-        part = y.block(o * depth, depth, c * rn, rn)
+      if add: return self.load(out, i, j)
+      return block.eq(0).where(0.0, self.load(out, i, j)) if depth < K else 0.0
+    with self.loop(K // depth) as block:
+      with self.loop(C // width) as column:
+        part = y.block(block * depth, depth, column * width, width)
         if panel: self.each(panel, part.f, (part,))
         part, before = panel or part, self.wait
-        with self.loop(R // rm) as r:                      # rows apart: those side by side would be loaded as vectors, which compile slowly
-          rows = [r * rm + n if large else n * (R // rm) + r for n in range(rm)]
-          with self.loop(rn) as l:
-            for i, t in zip(rows, tile): self.store(t, 0, l, first(o, i, c * rn + l, before) if scale == 1.0 else _constant(0.0))
-          with self.loop(depth) as n:
-            with self.loop(rn) as l:
-              for i, t in zip(rows, tile):
-                self.store(t, 0, l, self.load(t, 0, l) + self.load(x, i, o * depth + n, before) * self.load(part, n, l, before))
-          with self.loop(rn) as l:
+        with self.loop(R // height) as r:        # rows apart: rows side by side become vectors, which compile slowly
+          rows = [r * height + n if large else n * (R // height) + r for n in range(height)]
+          with self.loop(width) as lane:
+            j = column * width + lane
             for i, t in zip(rows, tile):
-              total = self.load(t, 0, l)
-              self.store(out, i, c * rn + l, total if scale == 1.0 else total * scale + first(o, i, c * rn + l, before))
+              self.store(t, 0, lane, first(block, i, j, before) if scale == 1.0 else 0.0)
+          with self.loop(depth) as n:
+            with self.loop(width) as lane:
+              for i, t in zip(rows, tile):
+                term = self.load(x, i, block * depth + n, before) * self.load(part, n, lane, before)
+                self.store(t, 0, lane, self.load(t, 0, lane) + term)
+          with self.loop(width) as lane:
+            j = column * width + lane
+            for i, t in zip(rows, tile):
+              total = self.load(t, 0, lane)
+              self.store(out, i, j, total if scale == 1.0 else total * scale + first(block, i, j, before))
 
   # statements
-  def record(self, adjoint:Callable):
+  def record(self, adjoint):
     if self.tape is not None: self.tape.append(adjoint)
-  def spread(self, e:Matrix, g:Stored):
-    """The adjoint of an expression whose gradient is g: adds to the gradient of each of its leaves."""
-    symbols = [_symbol(f"x{n}") for n in range(len(e.leaves))]
-    slopes = compute_gradient(e.f(_I, _J, *symbols), _symbol("g"), set(symbols)) if e.leaves else {}
-    def f(slope): return lambda i, j, *values: _put(slope, dict(zip((_I, _J, _symbol("g"), *symbols), (i, j, *values))))
-    wanted = [(leaf, leaf.grad, f(slopes[x])) for leaf, x in zip(e.leaves, symbols) if leaf.grad is not None and x in slopes]
-    same = [(grad, value) for leaf, grad, value in wanted if leaf.shape == e.shape]
-    if same: self.add([grad for grad, _ in same], [value for _, value in same], (g, *e.leaves), e.shape)
+  def spread(self, e, g):
+    """The adjoint of an expression whose gradient is g: it adds to the gradient of each of its leaves."""
+    symbols = [symbol(f"x{n}") for n in range(len(e.leaves))]
+    slopes = compute_gradient(e.f(ROW, COLUMN, *symbols), symbol("g"), set(symbols)) if e.leaves else {}
+    def value_of(slope):
+      return lambda i, j, *values: substituted(slope, dict(zip((ROW, COLUMN, symbol("g"), *symbols), (i, j, *values))))
+    wanted = [(leaf, leaf.grad, value_of(slopes[x])) for leaf, x in zip(e.leaves, symbols)
+              if leaf.grad is not None and x in slopes]
+    equal = [(grad, value) for leaf, grad, value in wanted if leaf.shape == e.shape]
+    if equal:
+      self.add([grad for grad, _ in equal], [value for _, value in equal], (g, *e.leaves), e.shape)
     for leaf, grad, value in wanted:
-      if leaf.shape != e.shape: self.gather(grad, value, (g, *e.leaves), e.shape)
-  def assign(self, out:Stored, e:Matrix) -> Stored:
+      if leaf.shape != e.shape:
+        self.gather(grad, value, (g, *e.leaves), e.shape)
+  def assign(self, out, e):
     if out.buffer is not None:
-      if isinstance(e, Product): self.product(out, e.x, e.y, e.start, e.scale)
+      if isinstance(e, Product):
+        self.product(out, e.x, e.y, e.start, e.scale)
       else: self.each(out, e.f, e.leaves)
     def adjoint():
       if not isinstance(e, Product): return self.spread(e, out.grad)
-      if e.x.grad: self.product(e.x.grad, out.grad, e.y.transpose(), scale=e.scale, add=True)
-      if e.y.grad: self.product(e.y.grad, e.x.transpose(), out.grad, scale=e.scale, add=True)
+      if e.x.grad:
+        self.product(e.x.grad, out.grad, e.y.transpose(), scale=e.scale, add=True)
+      if e.y.grad:
+        self.product(e.y.grad, e.x.transpose(), out.grad, scale=e.scale, add=True)
       if e.start: self.spread(e.start, out.grad)
     self.record(adjoint)
     return out
-  def sigmoid(self, e:Matrix) -> Stored:
-    """Stored, since its slope is made of it: exp is the dearest of the elementwise operations."""
+  def sigmoid(self, e):
+    """It is stored, since its slope is made of it: exp is the dearest of the elementwise operations."""
+    if isinstance(e, Product): e = e.stored()
     s = self.new(e.shape, e.leaves)
     self.each(s, lambda i, j, *x: 1 / (1 + (e.f(i, j, *x) * (-1 / math.log(2))).exp2()), e.leaves)
     def adjoint():
@@ -678,395 +386,574 @@ class Kernel:
       self.spread(e, s.grad)
     self.record(adjoint)
     return s
-  def sum(self, e:Matrix) -> Stored:
-    out = self.new((1, 1))
-    self.fill(self.values, out.start, 1)
+  def sum(self, e:Matrix, axes:set[int]) -> Stored:
+    """The sum over rows (axis 0), columns (axis 1) or both, whose length becomes 1."""
+    if isinstance(e, Product): e = e.stored()
+    out = self.new((1 if 0 in axes else e.shape[0], 1 if 1 in axes else e.shape[1]))
+    self.fill(self.values, out.start, out.shape[0] * out.shape[1])
     self.gather(out, e.f, e.leaves, e.shape)
     self.record(lambda: self.spread(e, out.grad))
     return out
-  def backward(self, body:Callable):
+  def backward(self, body):
     """body, recorded, and then its adjoints in reverse; the gradients of all that it makes start at zero."""
-    outer, self.tape, first = self.tape, cast(list|None, []), self.used_grads
+    tape:list[Callable] = []
+    outer, first, self.tape = self.tape, self.used_grads, tape
     self.memos.append({})
     body()
-    if self.used_grads > first: self.fill(cast(UOp, self.grads), self.grads_origin + first, self.used_grads - first)
-    tape, self.tape = cast(list, self.tape), outer
+    if self.used_grads > first and self.grads is not None:
+      self.fill(self.grads, self.grads_origin + first, self.used_grads - first)
+    self.tape = outer
     for adjoint in reversed(tape): adjoint()
     self.memos.pop()
   def scan(self, size:int, body:Callable, carry) -> Callable:
-    """body(t, now, then) for every t: reads the matrices `now` (at first: carry) and assigns `then`.  Returns t -> the matrices after t turns.
-    Under a tape all that a turn computes is kept for the adjoint.  (A loop without a carry is only run there: nothing else needs it.)"""
-    stacks = []
+    """body(t, now, then) for every t: it reads the matrices `now` (at first: carry) and assigns `then`.  Returns t ->
+    the matrices after t turns.  Under a tape all that a turn computes is kept for the adjoint.  A loop without a carry
+    keeps nothing: its adjoint runs each turn again."""
+    stacks = []                                            # for each carry, all its states one behind the other
     for m in carry:
       R, C = m.shape[::-1] if m.tall else m.shape
       stacks.append((self.new(((size + 1) * R, C)), R, m.tall))
-    def at(t) -> list[Stored]: return [s.block(t * R, R).transpose() if tall else s.block(t * R, R) for s, R, tall in stacks]
+    def at(t):
+      blocks = [(stack.block(t * R, R), tall) for stack, R, tall in stacks]
+      return [block.transpose() if tall else block for block, tall in blocks]
     for s, m in zip(at(0), carry): self.assign(s, m)
     base, tape, keeping, grads = self.origin + self.used, self.tape, self.keeping, self.used_grads
     recorded = tape is not None or keeping
     kept = recorded and len(carry) > 0
-    def turn(t, stride, quiet) -> int:
+    def turn(t, stride, quiet):
+      """One turn, with its scratch at base + t * stride.  Returns how much scratch it needs."""
       frame = self.origin, self.used, self.quiet
       self.origin, self.used, self.quiet = base + t * stride, 0, quiet or self.quiet
       body(t, at(t), at(t + 1))
       (self.origin, self.used, self.quiet), needed = frame, self.used
       return needed
-    def forward(t, stride, quiet) -> int:
+    def forward(t, stride, quiet):
       self.memos.append({})
       needed = turn(t, stride, quiet)
       self.memos.pop()
       return needed
     self.tape, self.keeping = [] if recorded else None, recorded
-    needed = forward(UOp.const(0), 0, True)                # quiet: how much memory does a turn take?
+    needed = forward(UOp.const(0), 0, True)                # quiet: it measures the scratch of a turn
     stride, self.used_grads, self.tape = needed if kept else 0, grads, None
     self.used += size * stride or needed
     if kept or not recorded:
       with self.loop(size) as t: forward(t, stride, False)
     self.tape, self.keeping = tape, keeping
     def adjoint():
-      with self.loop(size) as s: self.backward(lambda: turn(size - 1 - s, stride, kept))
+      with self.loop(size) as t:
+        self.backward(lambda: turn(size - 1 - t, stride, kept))
     self.record(adjoint)
     return at
-  def iterate(self, steps:int, body:Callable, carry) -> tuple:
+  def filled(self, shape, x):
+    return Matrix(self, shape, (), lambda i, j: x).stored()
+  def iterate(self, steps, body, carry):
     def turn(_, now, then):
       for m, value in zip(then, body(*now)): self.assign(m, value)
     return tuple(self.scan(steps, turn, carry)(steps))
 
 # *** compiled kernels as Tensors ***
 
-def on_cpu(device:Any) -> bool: return isinstance(device, str) and device.startswith("CPU")              # a tuple: several devices
+def on_cpu(device) -> bool:
+  """Whether it is one CPU device; a tuple of devices is none."""
+  return isinstance(device, str) and device.startswith("CPU")
+
+class Compiled(NamedTuple):
+  args:list[str]          # names of the arguments that the program takes, in order
+  size:dict[str, int]     # how many numbers each holds
+  program:UOp
+
+class LoopOrder:
+  """tinygrad's CFGContext for kernels whose nests wait for the one before: a loop comes after the one that ends before
+  it, or after the start of the loop around it.  The original walks the whole graph once for every loop."""
+  def __init__(self, sink:UOp):
+    self.edges:dict[UOp, UOp] = {}
+    loops, before = list[UOp](), list[UOp|None]([None])  # the loops that are open; what came before, in each of them
+    for u in sink.toposort():
+      if u.op is Ops.RANGE:
+        if (previous := before[-1]) is not None: self.edges[u] = previous
+        loops.append(u)
+        before.append(u)
+      if u.op is Ops.END:
+        assert loops.pop() is u.src[1]
+        before[-2:] = [u]
 
 @disable_gc()
-def _program(sink:UOp, args:list[str], device:str) -> tuple[list[str], UOp]:
-  """A compiled kernel and the arguments that it uses.  Its code is kept, its thousands of operations are not: every pass over the graph would walk
-  them.  The search for barriers around LOCAL memory is left out, for there is none: it walks all that is before each loop's end, 40% of the time."""
-  search, codegen.pm_implicit_barriers = codegen.pm_implicit_barriers, PatternMatcher([])
-  try: program = to_program(sink, Device[device].renderer)
-  finally: codegen.pm_implicit_barriers = search
+def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compiled:
+  """A compiled kernel.  Its code is kept and its thousands of operations are not, since every pass over the graph would
+  visit them.  Three passes cost the square of a kernel's length and are not needed: the search for barriers around
+  LOCAL memory, the search for the order of loops, and the comparison of operations that differ only in their waits."""
+  replaced = {"pm_implicit_barriers": PatternMatcher([]), "CFGContext": LoopOrder}
+  original = {name: getattr(codegen, name) for name in replaced}
+  for name, x in replaced.items(): setattr(codegen, name, x)
+  try:
+    with Context(TUPLE_ORDER=0): program = to_program(sink, Device[device].renderer)
+  finally:
+    for name, x in original.items(): setattr(codegen, name, x)
   place = {slot: n for n, slot in enumerate(program.arg.globals)}
   params = tuple(u.replace(arg=replace(u.arg, slot=place[u.arg.slot])) for u in program.src[1].src if u.op is Ops.PARAM)
-  info = replace(program.arg, **{name: tuple(place[slot] for slot in getattr(program.arg, name)) for name in ("globals", "outs", "ins")})
+  slots = {name: tuple(place[slot] for slot in getattr(program.arg, name)) for name in ("globals", "outs", "ins")}
   light = (UOp(Ops.SINK, arg=program.src[0].arg), program.src[1].replace(src=params), *program.src[2:])
-  return [args[slot] for slot in place], program.replace(arg=info, src=light)
+  return Compiled([args[slot] for slot in place], size, program.replace(arg=replace(program.arg, **slots), src=light))
 
-def _call(compiled, given:dict[str, Tensor], device:str, grad_fxn=None) -> dict[str, Tensor]:
-  args, size, program = compiled
-  buffers = [given[n] if n in given else Tensor.empty(size[n], dtype=dtypes.float, device=device) for n in args]
-  call = program.call(*[t.uop for t in buffers], grad_fxn=grad_fxn)
-  return {n: Tensor(t.uop.after(call)) for n, t in zip(args, buffers)}
+def run_kernel(kernel:Compiled, inputs:dict[str, Tensor], device:str, grad_fxn:Callable|None=None) -> dict[str, Tensor]:
+  """Every argument after the call; those without an input are new."""
+  buffers = []
+  for n in kernel.args:
+    buffers.append(inputs[n] if n in inputs else Tensor.empty(kernel.size[n], dtype=dtypes.float, device=device))
+  done = kernel.program.call(*[t.uop for t in buffers], grad_fxn=grad_fxn)
+  return {n: Tensor(t.uop.after(done)) for n, t in zip(kernel.args, buffers)}
 
 # *** dense products ***
 
 @functools.cache
-def _matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, device:str):
-  def build(scratch:int):
+def matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, device:str) -> Compiled:
+  """G products (R,K) (K,C); xt, yt: the factor is stored transposed."""
+  def build(scratch):
     size = dict(out=G * R * C, values=max(scratch, 1), x=G * R * K, y=G * K * C)
     out, values, x, y = [UOp.placeholder((n,), dtypes.float, slot=slot) for slot, n in enumerate(size.values())]
-    k = Kernel(values, None, scratch < 0)
-    with k.loop(G) as g:
-      def matrix(buffer, R, C, transposed):
-        return matrix(buffer, C, R, False).transpose() if transposed else Stored(k, buffer, (R, C), g * (R * C), C)
-      k.product(matrix(out, R, C, False), matrix(x, R, K, xt), matrix(y, K, C, yt), large=True)
-    return list(size), size, k.code(f"matmul_{G}_{R}_{C}_{K}", sum(size.values())), k.used
-  args, size, sink, _ = build(build(-1)[3])
-  args, program = _program(sink, args, device)
-  return args, size, program
+    kernel = Kernel(values, None, scratch < 0)
+    with kernel.loop(G) as g:
+      def matrix(buffer, rows, columns, transposed):
+        if transposed: return matrix(buffer, columns, rows, False).transpose()
+        return Stored(kernel, buffer, (rows, columns), g * (rows * columns), columns)
+      kernel.product(matrix(out, R, C, False), matrix(x, R, K, xt), matrix(y, K, C, yt), large=True)
+    return size, kernel.code(f"matmul_{G}_{R}_{C}_{K}", sum(size.values())), kernel.used
+  size, sink, _ = build(build(-1)[2])
+  return compiled(list(size), size, sink, device)
+
+def transposed(x, yes):
+  return x.transpose(-1, -2) if yes else x
 
 def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
-  """x @ y over the last two axes, each first transposed if asked (xt, yt); other axes equal, or y has none; the result is float32.  On a CPU
-  with the register tile of Kernel.product, several times faster than a stock product (its gradients too); elsewhere, and for sizes that no tile
-  divides, a stock product."""
-  if y.ndim == 2 and not xt: x, lead = x.reshape(-1, x.shape[-1]), x.shape[:-1]
-  else: lead = x.shape[:-2] + (x.shape[-1 if xt else -2],)
-  (R, K), (K2, C) = [cast(tuple[int, int], z.shape[-2:][::-1 if t else 1]) for z, t in ((x, xt), (y, yt))]
+  """x @ y over the last two axes, each first transposed if asked (xt, yt).  Leading axes broadcast as in numpy;
+  ValueError where they do not, or where columns and rows differ.  The result is float32.
+
+  On a CPU it uses the register tile of Kernel.product; elsewhere, and for sizes that no tile divides, a stock
+  product."""
+  if min(x.ndim, y.ndim) < 2: raise ValueError(f"matmul takes two axes or more, not shapes {x.shape} and {y.shape}")
+  R, K = reversed(sizes(x)[-2:]) if xt else sizes(x)[-2:]
+  K2, C = reversed(sizes(y)[-2:]) if yt else sizes(y)[-2:]
   if K != K2: raise ValueError(f"matmul: {K} columns do not meet {K2} rows")
-  if x.dtype == dtypes.bfloat16 and on_cpu(x.device): x, y = x.float(), y.float()        # their products are exact in float32
-  fits = on_cpu(x.device) and x.dtype == y.dtype == dtypes.float and (C < 8 or _divisor(C, 24, 32, 16, 8) >= 4)
-  if not fits: return (x.transpose(-1, -2) if xt else x).dot(y.transpose(-1, -2) if yt else y, dtype=dtypes.float).reshape(*lead, C)
-  G, device = math.prod(cast(tuple[int, ...], x.shape[:-2])), cast(str, x.device)
+  if y.ndim == 2 and not xt:
+    lead = x.shape[:-1]
+    x = x.reshape(-1, K)
+    R = sizes(x)[0]
+  else:
+    try: axes = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    except ValueError: raise ValueError(f"matmul: leading axes of {x.shape} and {y.shape} do not broadcast") from None
+    x, y = [z if z.shape[:-2] == axes else z.expand(*axes, *z.shape[-2:]) for z in (x, y)]
+    lead = (*axes, R)
+  if on_cpu(x.device) or x.dtype != y.dtype:
+    x, y = x.cast(dtypes.float), y.cast(dtypes.float)
+  tiled = on_cpu(x.device) and (C < 8 or divisor(C, 24, 32, 16, 8) >= 4)
+  if not tiled:
+    return transposed(x, xt).dot(transposed(y, yt), dtype=dtypes.float).reshape(*lead, C)
+  G, device = math.prod(sizes(x)[:-2]), cast(str, x.device)
   def backward(g, call):
     shapes = (K, R) if xt else (R, K), (C, K) if yt else (K, C), (R, C)
     a, b, g = [Tensor(z).reshape(G, *shape) for z, shape in zip((*call.src[-2:], g), shapes)]
     da = matmul(b, g, yt, True) if xt else matmul(g, b, False, not yt)
     db = matmul(g, a, True, xt) if yt else matmul(a, g, not xt, False)
     return (*[None] * (len(call.src) - 3), da.reshape(-1).uop, db.reshape(-1).uop)
-  kernel = _matmul_kernel(G, R, C, K, xt, yt, device)
-  out = _call(kernel, dict(x=x.reshape(-1).contiguous(), y=y.reshape(-1).contiguous()), device, backward)["out"]
-  return out.reshape(*lead, C)
+  kernel = matmul_kernel(G, R, C, K, xt, yt, device)
+  flat = dict(x=x.reshape(-1).contiguous(), y=y.reshape(-1).contiguous())
+  return run_kernel(kernel, flat, device, backward)["out"].reshape(*lead, C)
 
-# *** the whole recurrence in one kernel, and its backward pass in another ***
+# *** the recurrence in one kernel ***
 
-def _to_multiple(n:int, m:int) -> int: return -(-n // m) * m
+class KernelShapes(NamedTuple):
+  """What a kernel is compiled for."""
+  heads:int                                 # B*H
+  first_heads:int                           # heads of the first state: H where the batch shares it, or B*H
+  R_heads:int                               # heads of the memory that forgetting leads to: H, or 0 where that is zero
+  chunks:int                                # N
+  chunk:int                                 # b
+  halo:bool                                 # k and v begin with the window - 1 tokens before the first
+  d:int
+  dv:int
+  D:int
+  every:int                                 # tokens to a Muon step
+  weights:tuple[tuple[str, int, int], ...]  # name, rows, columns
 
-class _Shapes(NamedTuple):
-  """What a kernel is compiled for.  heads: B*H; given: heads of the first state (H where the batch shares it); every: tokens to a Muon step."""
-  heads: int
-  given: int
-  toward: int                                            # heads of the memory that forgetting leads to: H, or 0 where that is zero
-  chunks: int
-  chunk: int
-  halo: bool
-  d: int
-  dv: int
-  D: int
-  every: int
-  weights: tuple[tuple[str, int, int], ...]              # name, rows, columns
-
-class _Layout:
-  """Where the matrices M (out,in) of one head lie in a row of numbers, and behind them those of S: each along its longer side, so that
-  Newton-Schulz and the products with it run along memory."""
-  def __init__(self, cfg, weights):
-    self.weights, sizes = weights, [o * i for _, o, i in weights]
-    self.half = sum(sizes)
-    self.size = self.half * (1 + cfg.momentum)
+class Layout:
+  """Where the matrices M (o,i) of one head lie in a row of numbers, and behind them those of S.  Each lies along its
+  longer side, so that Newton-Schulz and the products with it run along memory."""
+  def __init__(self, cfg:Rule, weights:tuple[tuple[str, int, int], ...]):
+    sizes = [o * i for _, o, i in weights]
+    self.weights, self.M_size, self.size = weights, sum(sizes), sum(sizes) * (1 + cfg.momentum)
     self.starts = {name: sum(sizes[:n]) for n, (name, _, _) in enumerate(weights)}
-  def views(self, k:Kernel, buffer:UOp|None, start, grad:tuple[UOp, Any]|None=None) -> dict[str, Stored]:
-    def view(name, o, i) -> Stored:
-      R, C, at = (i, o, self.starts[name]) if i >= o else (o, i, self.starts[name])
-      m = Stored(k, buffer, (R, C), start + at, C, 1, grad and Stored(k, grad[0], (R, C), grad[1] + at, C))
-      return m.transpose() if i >= o else m
-    return {name: view(name, o, i) for name, o, i in self.weights}
-  def pack(self, parts:list[dict[str, Tensor]]) -> Tensor:
-    """Dicts of (heads,out,in) -> (heads, numbers); rows are padded with zeros to the size that the layout has for them."""
+  def views(self, kernel:Kernel, buffer:UOp|None, start, grads:UOp|None=None, grad_start:Any=0) -> dict[str, Stored]:
+    """The matrices of a row that begins at `start` of a buffer, and their gradients in `grads`."""
+    views = {}
+    for name, o, i in self.weights:
+      (R, C), at = (i, o) if i >= o else (o, i), self.starts[name]
+      grad = None if grads is None else Stored(kernel, grads, (R, C), grad_start + at, C)
+      m = Stored(kernel, buffer, (R, C), start + at, C, 1, grad)
+      views[name] = m.transpose() if i >= o else m
+    return views
+  def pack(self, parts:list[Weights]) -> Tensor:
+    """Dicts of (heads,o,i) -> (heads, numbers); columns are padded with zeros to the number that the layout has for
+    them."""
     rows = []
     for part in parts:
       for name, o, i in self.weights:
-        w = part[name].pad((None, None, (0, i - part[name].shape[-1])))
+        w = part[name].pad((None, None, (0, i - sizes(part[name])[-1])))
         rows.append((w.transpose(-1, -2) if i >= o else w).reshape(w.shape[0], o * i))
     return Tensor.cat(*rows, dim=-1)
-  def unpack(self, rows:Tensor, like:dict[str, Tensor]) -> dict[str, Tensor]:
-    """(heads, numbers) -> matrices of the shapes of `like`."""
+  def unpack(self, rows:Tensor, shapes:dict[str, tuple]) -> Weights:
+    """(heads, numbers) -> matrices of the given shapes."""
     out = {}
     for name, o, i in self.weights:
       w = rows[:, self.starts[name]:self.starts[name] + o * i]
       w = w.reshape(-1, i, o).transpose(-1, -2) if i >= o else w.reshape(-1, o, i)
-      out[name] = w[..., :like[name].shape[-1]].reshape(like[name].shape)
+      out[name] = w[..., :shapes[name][-1]].reshape(shapes[name])
     return out
 
-def _gd_chunk(k:Kernel, cfg, b:int, E:int, kept, r, queries, y, band, alpha, theta, eta, toward, M, S, then):
-  """The dual form: rows P_t and C_t of weights over the chunk's gradients (column E: over S), then outputs and the next state as products."""
-  W, one = band.shape[1], Matrix(k, (1, 1), (), lambda i, j: _constant(1.0))
-  start = [Matrix(k, (1, W), (), lambda i, j: _constant(0.0)).stored(), one.stored()]      # C, what is left of M, and P
-  if cfg.momentum: start.append(Matrix(k, (1, W), (), lambda i, j: j.eq(E).where(1.0, 0.0)).stored())
+class ChunkInputs(NamedTuple):
+  """What one chunk of one head reads, and where its outputs go."""
+  factors:dict[str, tuple[Any, Any]]   # of rule.gradients: u (E,o), x (E,i)
+  r:Any                                # phi(q) (rows,D)
+  q:Any                                # (rows,d)
+  y:Stored                             # (b,dv), written here
+  band:Stored                          # (b,E): the window gates of each token over the chunk with its halo
+  alpha:Stored                         # (b,1)
+  theta:Stored                         # (b,1), not used without momentum
+  eta:Stored                           # (b,1)
+
+class ChunkStates(NamedTuple):
+  """M and S before and after a chunk, as differences from R; the matrices after it are written here."""
+  R:dict[str, Stored]
+  M:dict[str, Stored]
+  S:dict[str, Stored]
+  new_M:dict[str, Stored]
+  new_S:dict[str, Stored]
+
+def linear_chunk(kernel:Kernel, cfg:Rule, inputs:ChunkInputs, states:ChunkStates) -> None:
+  """A chunk of linear steps, in the dual form: the weights C_t and P_t of M_t and S_t over the chunk's gradients
+  (column E: over S), one row a token; then the outputs and the next state as products (Eq. 15-16)."""
+  b, (R, M, S, new_M, new_S) = inputs.alpha.shape[0], states
+  E, W = next(iter(inputs.factors.values()))[0].shape[0], inputs.band.shape[1]
+  carry = [kernel.filled((1, W), 0.0), kernel.filled((1, 1), 1.0)]
+  if cfg.momentum:
+    at_S = Matrix(kernel, (1, W), (), lambda i, j: j.eq(E).where(constant(1.0), constant(0.0)))
+    carry.append(at_S.stored())
   def token(t, now, then):
-    p = band.block(t, 1)
-    if cfg.momentum: p = k.assign(then[2], theta.block(t, 1) * now[2] + p)                  # S_t = theta_t S_{t-1} + G_t
-    k.assign(then[0], alpha.block(t, 1) * now[0] - eta.block(t, 1) * p)                     # M_t = alpha_t M_{t-1} - eta_t S_t
-    k.assign(then[1], alpha.block(t, 1) * now[1])
-  rows = k.scan(b, token, start)
-  (C, left), last = [m.block(0, b) for m in rows(1)[:2]], rows(b)
+    C, kept_M = now[0], now[1]
+    P = inputs.band.block(t, 1)
+    alpha, eta = inputs.alpha.block(t, 1), inputs.eta.block(t, 1)
+    if cfg.momentum:
+      P = kernel.assign(then[2], inputs.theta.block(t, 1) * now[2] + P)
+    kernel.assign(then[0], alpha * C - eta * P)                            # M_t = alpha_t M_{t-1} - eta_t S_t
+    kernel.assign(then[1], alpha * kept_M)
+  rows = kernel.scan(b, token, carry)
+  (C, kept_M), last = [m.block(0, b) for m in rows(1)[:2]], rows(b)        # of every token; of the last one
   def read(name, z):
-    u, x = kept[name]
-    state = left * (z @ M[name].transpose())
-    if toward: state = z @ toward[name].transpose() + state
-    if cfg.momentum: state = state + C.block(0, b, E, 1) * (z @ S[name].transpose())
+    u, x = inputs.factors[name]
+    state = kept_M * (z @ M[name].transpose())
+    if R: state = z @ R[name].transpose() + state
+    if cfg.momentum:
+      state = state + C.block(0, b, E, 1) * (z @ S[name].transpose())
     return (C.block(0, b, 0, E) * (z @ x.transpose())) @ u + state
-  k.assign(y, apply(cfg, read, r, queries))
-  for name, (u, x) in kept.items():
-    def weighted(row): return (row.block(0, 1, 0, E).transpose() * u).stored().transpose() @ x
+  kernel.assign(inputs.y, apply(cfg, read, inputs.r, inputs.q))
+  for name, (u, x) in inputs.factors.items():
+    def weighted(weights):
+      return (weights.block(0, 1, 0, E).transpose() * u).stored().transpose() @ x
     state = last[1] * M[name]
     if cfg.momentum:
       state = state + last[0].block(0, 1, E, 1) * S[name]
-      k.assign(then[1][name], weighted(last[2]) + last[2].block(0, 1, E, 1) * S[name])
-    k.assign(then[0][name], weighted(last[0]) + state)
+      kernel.assign(new_S[name], weighted(last[2]) + last[2].block(0, 1, E, 1) * S[name])
+    kernel.assign(new_M[name], weighted(last[0]) + state)
 
-def _muon_chunk(k:Kernel, cfg, b:int, every:int, kept, r, queries, y, band, alpha, theta, eta, toward, M, S, then):
-  """Newton-Schulz is not linear: S and M are written out at every step.  A group is the `every` tokens up to a step; between steps M only fades, so
-  a group's tokens before its step, and the last of the group before, read the same M.  r, queries: one row of zeros, the tokens, every - 1 zeros."""
-  weights, fall, stay = band, alpha, theta                 # over a group: weights of its gradients in S, what is left of M, and of S
+def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, states:ChunkStates) -> None:
+  """A chunk of steps that are not linear in S, such as Newton-Schulz: S and M are written out at every step.
+
+  A group is the `every` tokens up to a step.  Between steps M only fades.  So the tokens of a group before its step,
+  and the last token of the group before, read the same M; inputs.r and inputs.q are therefore one row of zeros, the b
+  tokens, and every - 1 rows of zeros."""
+  (R, M, S, new_M, new_S), b = states, inputs.alpha.shape[0]
+  # over a group: the weights of its gradients in S, and what is left of M and of S
+  weights, kept_M, kept_S = inputs.band, inputs.alpha, inputs.theta
   if every > 1:
     def token(t, now, then):
       first = (t % every).eq(0)
-      k.assign(then[0], alpha.block(t, 1) * now[0].map(lambda x: first.where(1.0, x)))
+      alpha = inputs.alpha.block(t, 1)
+      kernel.assign(then[0], alpha * now[0].map(lambda x: first.where(1.0, x)))
       if not cfg.momentum: return
-      k.assign(then[1], theta.block(t, 1) * now[1].map(lambda x: first.where(1.0, x)))
-      k.assign(then[2], theta.block(t, 1) * now[2].map(lambda x: first.where(0.0, x)) + band.block(t, 1))
-    start = [Matrix(k, (1, n), (), lambda i, j: _constant(0.0)).stored() for n in (1, 1, band.shape[1])[:3 if cfg.momentum else 1]]
-    stack = [m.block(0, b) for m in k.scan(b, token, start)(1)]
-    fall, stay, weights = stack if cfg.momentum else (stack[0], theta, band)
-  names, n, window = list(M), len(M), every + cfg.window - 1
+      theta = inputs.theta.block(t, 1)
+      kernel.assign(then[1], theta * now[1].map(lambda x: first.where(1.0, x)))
+      kernel.assign(then[2], theta * now[2].map(lambda x: first.where(0.0, x)) + inputs.band.block(t, 1))
+    widths = (1, 1, inputs.band.shape[1]) if cfg.momentum else (1,)
+    zeros = [kernel.filled((1, n), 0.0) for n in widths]
+    rows = [m.block(0, b) for m in kernel.scan(b, token, zeros)(1)]
+    kept_M = rows[0]
+    if cfg.momentum: kept_S, weights = rows[1:]
+  names, window = list(M), every + cfg.window - 1
   def group(g, now, then):
-    t = g * every + every - 1
-    for a, (u, x) in enumerate(kept.values()):
+    t = g * every + every - 1                              # the token that takes the step
+    for n, (u, x) in enumerate(inputs.factors.values()):
       w = weights.block(t, 1, g * every, window).transpose()
       s = (w * u.block(g * every, window)).stored().transpose() @ x.block(g * every, window)
-      if cfg.momentum: s = k.assign(then[n + a], s + stay.block(t, 1) * now[n + a])
-      k.assign(then[a], fall.block(t, 1) * now[a] - eta.block(t, 1) * newton_schulz(s.stored(), cfg.ns_steps))
-  states = k.scan(b // every, group, [*M.values(), *S.values()])
-  left, out = k.new((b + every, 1)), k.new((b + every, y.shape[1]))
-  k.assign(left, Matrix(k, left.shape, (), lambda i, j: _constant(1.0)))
-  if every > 1: k.assign(left.block(1, b), Matrix(k, (b, 1), (fall,), lambda i, j, x: (i % every).eq(every - 1).where(1.0, x)))
+      if cfg.momentum:
+        s = kernel.assign(then[len(M) + n], s + kept_S.block(t, 1) * now[len(M) + n])
+      U = STEPS[cfg.optimizer].direction(s.stored(), cfg)
+      kernel.assign(then[n], kept_M.block(t, 1) * now[n] - inputs.eta.block(t, 1) * U)
+  after = kernel.scan(b // every, group, [*M.values(), *S.values()])
+  fading = kernel.new((b + every, 1))
+  out = kernel.new((b + every, inputs.y.shape[1]))
+  kernel.assign(fading, Matrix(kernel, fading.shape, (), lambda i, j: 1.0))
+  if every > 1:                                            # a token that takes a step reads what the step has left
+    def at_step(i, j, kept):
+      return (i % every).eq(every - 1).where(1.0, kept)
+    kernel.assign(fading.block(1, b), Matrix(kernel, (b, 1), (kept_M,), at_step))
   def reads(g, *_):
     if every == 1: g = g + 1
     def lines(m): return m.block(g * every, every)
-    now = dict(zip(names, states(g)))
+    now = dict(zip(names, after(g)))
     def read(name, z):
-      y = lines(left) * (z @ now[name].transpose())
-      return z @ toward[name].transpose() + y if toward else y
-    k.assign(lines(out), apply(cfg, read, lines(r), lines(queries)))
-  k.scan(b // every + (every > 1), reads, [])
-  k.assign(y, out.block(1, b))
-  for m, last in zip([*then[0].values(), *then[1].values()], states(b // every)): k.assign(m, last)
+      y = lines(fading) * (z @ now[name].transpose())
+      return z @ R[name].transpose() + y if R else y
+    kernel.assign(lines(out), apply(cfg, read, lines(inputs.r), lines(inputs.q)))
+  kernel.scan(b // every + (every > 1), reads, [])
+  kernel.assign(inputs.y, out.block(1, b))
+  for m, last in zip([*new_M.values(), *new_S.values()], after(b // every)): kernel.assign(m, last)
 
-def _kernel(cfg, s:_Shapes, parallel:bool, backward:bool, given:bool, scratch:tuple[int, int]):
-  """The kernel over all heads and chunks: its arguments, their sizes, its code and the scratch memory it needs (scratch (0,0): only that).
-  Forward it leaves the state at every chunk's start in `states` (0: the base of the first chunk, then M and S); backward it goes from the last
-  chunk to the first, computing each anew from there.  given: the states have a gradient of their own."""
-  b, c, d, dv, D, N, muon, poly = s.chunk, cfg.window, s.d, s.dv, s.D, s.chunks, cfg.optimizer == "muon", cfg.features == "poly"
-  T, lay, reach = N * b, _Layout(cfg, s.weights), b + c - 1
-  E, wide = _to_multiple(reach, 8), _to_multiple(D, 16) if poly else D      # tiles like multiples; the rest is zero
-  Tk, copies, raw = T + (c - 1 if s.halo else 0), s.heads if parallel else 1, d + poly
-  size = dict(y=T * dv, states=(N + 2) * lay.size, q=T * d, k=Tk * d, v=Tk * dv, alpha=T, theta=T, eta=T, gamma=T * c)
-  size = {n: x * s.heads for n, x in size.items()} | dict(first=s.given * (lay.half + lay.size), toward=s.toward * lay.half, scales=D,
-                                                          places=cfg.degree * D)
-  ins = ["first", *["toward"] * (s.toward > 0), "q", "k", "v", "alpha", *["theta"] * cfg.momentum, "eta", "gamma", *["scales", "places"] * poly]
-  outs = ["d" + n for n in ins if n != "places"]
-  size |= {"d" + n: x for n, x in size.items()} | dict(dfirst=s.heads * (lay.half + lay.size), dscales=s.heads * D, dtoward=s.heads * lay.half)
-  size |= dict(values=max(1, copies * scratch[0]), grads=max(1, copies * scratch[1]))
-  args = [*outs, "values", "grads", "states", "dy", *["dstates"] * given, *ins[1:]] if backward else ["y", "states", "values", *ins]
-  P = {n: UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot) for slot, n in enumerate(args)}
-  k = Kernel(P["values"], P.get("grads"), scratch == (0, 0))
-  def line(name, start, n) -> Stored: return Stored(k, P[name], (1, n), start, n)
-  def features(x:Stored, out:Stored) -> Stored:
-    """phi of the rows x = [raw, 1]"""
-    scales = Stored(k, P["scales"], (1, D), 0, D, 1, line("dscales", g * D, D) if backward else None)
-    def place(j, n): return P["places"][j * D + n].load()
-    if not k.quiet:
-      with k.loop(x.shape[0]) as i:
-        with k.loop(D) as n:
-          k.store(out, i, n, functools.reduce(UOp.__mul__, [k.load(x, i, place(j, n)) for j in range(cfg.degree)], k.load(scales, 0, n)))
+class Recurrence:
+  """The kernel over all heads and chunks.  Forward it leaves in `states` the base of the first chunk (row 0) and the M
+  and S that every chunk starts with (rows 1 to N), and the last ones (row N+1).  Backward it goes from the last chunk
+  to the first and computes each anew from the state it started with.  dstates: the states have a gradient of their own.
+
+  scratch: numbers of scratch memory for values and gradients; (0, 0) only counts how many are needed."""
+  def __init__(self, cfg:Rule, s:KernelShapes, parallel:bool, backward:bool, dstates:bool, scratch:tuple[int, int]):
+    self.cfg, self.s, self.is_backward, self.dstates = cfg, s, backward, dstates
+    self.lay, self.E = Layout(cfg, s.weights), to_multiple(s.chunk + cfg.window - 1, 8)        # multiples tile well
+    self.linear, self.monomials = STEPS[cfg.optimizer].linear, FEATURES[cfg.features].coefficients
+    T = s.chunks * s.chunk
+    T_keys = T + cfg.window - 1 if s.halo else T
+    M_size, state_size = self.lay.M_size, self.lay.M_size + self.lay.size
+    per_head = dict(y=T * s.dv, states=(s.chunks + 2) * self.lay.size, q=T * s.d, k=T_keys * s.d, v=T_keys * s.dv,
+                    alpha=T, theta=T, eta=T, gamma=T * cfg.window)
+    size = {n: x * s.heads for n, x in per_head.items()}
+    size |= dict(first=s.first_heads * state_size, toward=s.R_heads * M_size, scales=s.D, places=cfg.degree * s.D)
+    ins = ["first", "toward", "q", "k", "v", "alpha", "theta", "eta", "gamma", "scales", "places"]
+    used = {"toward": s.R_heads > 0, "theta": cfg.momentum, "scales": self.monomials, "places": self.monomials}
+    self.ins = [n for n in ins if used.get(n, True)]
+    self.outs = ["d" + n for n in self.ins if n != "places"]
+    size |= {"d" + n: x for n, x in size.items()}
+    size |= dict(dfirst=s.heads * state_size, dscales=s.heads * s.D, dtoward=s.heads * M_size)
+    copies = s.heads if parallel else 1
+    size |= dict(values=max(1, copies * scratch[0]), grads=max(1, copies * scratch[1]))
+    if backward:
+      self.args = [*self.outs, "values", "grads", "states", "dy", *(["dstates"] if dstates else []), *self.ins[1:]]
+    else: self.args = ["y", "states", "values", *self.ins]
+    self.size, self.buffers = size, {}
+    for slot, n in enumerate(self.args):
+      self.buffers[n] = UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot)
+    self.kernel = Kernel(self.buffers["values"], self.buffers.get("grads"), scratch == (0, 0))
+    with self.kernel.loop(s.heads, AxisType.GLOBAL if parallel else AxisType.LOOP) as g:
+      if parallel:
+        self.kernel.origin, self.kernel.grads_origin = g * scratch[0], g * scratch[1]
+      self.one_head(g)
+
+  def code(self):
+    name = "memory_backward" if self.is_backward else "memory"
+    return self.kernel.code(name, sum(self.size[n] for n in self.args))
+
+  def one_head(self, g):
+    kernel, cfg, s, buffers, lay = self.kernel, self.cfg, self.s, self.buffers, self.lay
+    N, M_size = s.chunks, lay.M_size
+    padded = self.padded_inputs()
+    R = {}
+    if s.R_heads:
+      R = lay.views(kernel, buffers["toward"], g % s.R_heads * M_size, buffers.get("dtoward"), g * M_size)
+    first = (g % s.first_heads if s.first_heads != s.heads else g) * (M_size + lay.size)
+    def row(n): return (g * (N + 2) + n) * lay.size                          # where a row of `states` starts
+    def line(name, start, n):
+      return Stored(kernel, buffers[name], (1, n), start, n)
+    def copy(out, x): kernel.each(out, x.f, (x,))
+    def state(n, grads=None, grad_start:Any=0) -> tuple[dict, dict]:
+      M = lay.views(kernel, buffers["states"], row(n), grads, grad_start)
+      if not cfg.momentum: return M, {}
+      return M, lay.views(kernel, buffers["states"], row(n) + M_size, grads, grad_start + M_size)
+    if not self.is_backward:
+      copy(line("states", row(0), M_size), line("first", first, M_size))
+      copy(line("states", row(0) + lay.size, lay.size), line("first", first + M_size, lay.size))
+      with kernel.loop(N) as n:
+        kernel.memos.append({})
+        base, _ = state(n.eq(0).where(0, n + 1))
+        self.chunk(g, n, padded, base, ChunkStates(R, *state(n + 1), *state(n + 2)))
+      return
+    grads = buffers["grads"]
+    ring = kernel.grads_origin + kernel.used_grads         # gradients of two states by turns, and of the first base
+    kernel.used_grads += 3 * lay.size
+    def slot(n): return ring + n * lay.size
+    kernel.fill(grads, ring, 3 * lay.size)
+    for name in self.outs[1:]:
+      per_head = self.size[name] // s.heads
+      kernel.fill(buffers[name], g * per_head, per_head)
+    def add_dstates(to, n, size):
+      if not self.dstates: return
+      x, out = line("dstates", row(n), size), line("grads", slot(to), size)
+      kernel.add([out], [x.f], (x,), out.shape)
+    add_dstates(N % 2, N + 1, lay.size)
+    add_dstates(2, 0, M_size)
+    with kernel.loop(N) as turn:
+      n = N - 1 - turn
+      kernel.fill(grads, slot(n % 2), lay.size)
+      add_dstates(n % 2, n + 1, lay.size)
+      base, _ = state(n.eq(0).where(0, n + 1), grads, slot(n.eq(0).where(2, n % 2)))
+      def body():
+        before = state(n + 1, grads, slot(n % 2))
+        new_M = lay.views(kernel, None, 0, grads, slot((n + 1) % 2))         # only their gradients are wanted
+        new_S = lay.views(kernel, None, M_size, grads, slot((n + 1) % 2) + M_size) if cfg.momentum else {}
+        self.chunk(g, n, padded, base, ChunkStates(R, *before, new_M, new_S))
+      kernel.backward(body)
+    start = g * (M_size + lay.size)
+    copy(line("dfirst", start, M_size), line("grads", slot(2), M_size))
+    copy(line("dfirst", start + M_size, lay.size), line("grads", slot(0), lay.size))
+
+  def padded_inputs(self):
+    """Scratch for a chunk's inputs with rows and columns beside them that stay zero; [x, 1] for monomials of x."""
+    kernel, s, E = self.kernel, self.s, self.E
+    rows, raw = s.chunk if self.linear else s.chunk + s.every, s.d + self.monomials
+    band = E + 8 if self.linear and self.cfg.momentum else E
+    shapes = {"raw_k": (E, raw), "raw_q": (rows, raw), "v": (E, s.dv), "band": (s.chunk, band)}
+    wide = to_multiple(s.D, 16)
+    if self.monomials: shapes |= {"x": (E, wide), "r": (rows, wide)}
+    padded = {name: kernel.new(shape) for name, shape in shapes.items()}
+    kernel.fill(self.buffers["values"], kernel.origin, kernel.used)
+    if self.monomials:
+      for m in (padded["raw_k"], padded["raw_q"]):
+        kernel.each(m.block(0, m.shape[0], s.d, 1), lambda i, j: 1.0, ())
+    return padded
+
+  def chunk(self, g, n, padded, base, states):
+    """Chunk n of head g: reads its inputs, takes the gradients at `base`, and writes its outputs and the next
+    states."""
+    kernel, cfg, s = self.kernel, self.cfg, self.s
+    b, c, d, N = s.chunk, cfg.window, s.d, s.chunks
+    reach, front = b + c - 1, 0 if self.linear else 1
+    T_keys = N * b + c - 1 if s.halo else N * b
+    def rows_of(name, width, rows, first, row=None):
+      """Rows of an input or output, the first of them at row `first`, with their gradient."""
+      def at(buffer, grad=None):
+        return Stored(kernel, buffer, (rows, width), first * width, width, 1, grad, row)
+      grad = at(self.buffers.get("d" + name)) if self.is_backward else None
+      return at(self.buffers.get(name), grad)
+    def stream(name, width):
+      return rows_of(name, width, b, g * (N * b) + n * b)
+    def keys(name, width):
+      def row(i): return n * b + i if s.halo else (n * b + i - (c - 1)).maximum(0)   # before the stream gamma is 0
+      return rows_of(name, width, reach, g * T_keys, row)
+    def with_grad(m):
+      if not self.is_backward: return m
+      return Stored(kernel, m.buffer, m.shape, m.start, m.rows, 1, kernel.new(m.shape).grad)
+    pads = {name: with_grad(m) for name, m in padded.items()}
+    raw_k, raw_q, v, band = pads["raw_k"], pads["raw_q"], pads["v"], pads["band"]
+    k, q = raw_k.block(0, self.E, 0, d), raw_q.block(0, raw_q.shape[0], 0, d)
+    kernel.assign(raw_k.block(0, reach, 0, d), keys("k", d))
+    kernel.assign(v.block(0, reach), keys("v", s.dv))
+    kernel.assign(raw_q.block(front, b, 0, d), stream("q", d))
+    if self.monomials:
+      x, r = self.monomials_of(g, raw_k, pads["x"]), pads["r"]
+      self.monomials_of(g, raw_q.block(front, b), r.block(front, b))
+    else: x, r = [FEATURES[cfg.features].map(z).stored() for z in (k, q)]
+    alpha, theta, eta = [stream(name, 1) for name in ("alpha", "theta", "eta")]
+    gamma = stream("gamma", c)                   # row t of band: token t's gates, that of its oldest key at column t
+    kernel.assign(band.view((b, c), 0, band.rows + 1, 1), gamma.view((b, c), c - 1, c, -1))
+    if states.R:
+      base = {name: (w + states.R[name]).stored() for name, w in base.items()}
+    inputs = ChunkInputs(gradients(cfg, base, x, k, v), r, q, stream("y", s.dv), band, alpha, theta, eta)
+    if self.linear: linear_chunk(kernel, cfg, inputs, states)
+    else: stepwise_chunk(kernel, cfg, s.every, inputs, states)
+
+  def monomials_of(self, g, x, out):
+    """The monomials of the rows x = [raw, 1], as rule.monomials (Eq. 17-18)."""
+    kernel, degree, D = self.kernel, self.cfg.degree, self.s.D
+    dscales = Stored(kernel, self.buffers["dscales"], (1, D), g * D, D) if self.is_backward else None
+    scales = Stored(kernel, self.buffers["scales"], (1, D), 0, D, 1, dscales)
+    def place(j, n):
+      return self.buffers["places"][j * D + n].load()
+    if not kernel.quiet:
+      with kernel.loop(x.shape[0]) as i:
+        with kernel.loop(D) as n:
+          factors = [kernel.load(x, i, place(j, n)) for j in range(degree)]
+          kernel.store(out, i, n, product_of([kernel.load(scales, 0, n), *factors]))
     def adjoint():
-      if k.quiet: return
-      with k.loop(x.shape[0]) as i:
-        with k.loop(D) as n:
-          before, dout = k.wait, k.load(out.grad, i, n)
-          factors, by_scale = [k.load(x, i, place(j, n), before) for j in range(cfg.degree)], dout * k.load(scales, 0, n)
-          k.store(scales.grad, 0, n, k.load(scales.grad, 0, n) + functools.reduce(UOp.__mul__, factors, dout))
-          for j in range(cfg.degree):
-            total = k.load(x.grad, i, place(j, n)) + functools.reduce(UOp.__mul__, factors[:j] + factors[j + 1:], by_scale)
-            k.store(x.grad, i, place(j, n), total)
-    k.record(adjoint)
+      if kernel.quiet: return
+      with kernel.loop(x.shape[0]) as i:
+        with kernel.loop(D) as n:
+          before, dout = kernel.wait, kernel.load(out.grad, i, n)
+          factors = [kernel.load(x, i, place(j, n), before) for j in range(degree)]
+          by_scale = dout * kernel.load(scales, 0, n)
+          kernel.store(scales.grad, 0, n, kernel.load(scales.grad, 0, n) + product_of([dout, *factors]))
+          for j in range(degree):
+            change = product_of([by_scale, *factors[:j], *factors[j + 1:]])
+            kernel.store(x.grad, i, place(j, n), kernel.load(x.grad, i, place(j, n)) + change)
+    kernel.record(adjoint)
     return out
 
-  with k.loop(s.heads, AxisType.GLOBAL if parallel else AxisType.LOOP) as g:
-    if parallel: k.origin, k.grads_origin = g * scratch[0], g * scratch[1]
-    front, rows = (1, b + s.every) if muon else (0, b)
-    padded = dict(raw_k=k.new((E, raw)), raw_q=k.new((rows, raw)), v=k.new((E, dv)), band=k.new((b, E + (0 if muon or not cfg.momentum else 8))))
-    if poly: padded |= dict(x=k.new((E, wide)), r=k.new((rows, wide)))
-    k.fill(P["values"], k.origin, k.used)                  # what no chunk writes stays zero
-    for n in ("raw_k", "raw_q") if poly else (): k.each(padded[n].block(0, padded[n].shape[0], d, 1), lambda i, j: _constant(1.0), ())
-
-    def chunk(n, base, M, S, then):
-      def stream(name, width, many=b, row=None) -> Stored:
-        def place(buffer, grad=None):
-          return Stored(k, buffer, (many, width), (g * (Tk if row else T) + (0 if row else n * b)) * width, width, 1, grad, row)
-        return place(P.get(name), place(P["d" + name]) if backward else None)
-      def with_grad(m): return Stored(k, m.buffer, m.shape, m.start, m.rows, 1, k.new(m.shape).grad) if backward else m
-      pads = {name: with_grad(m) for name, m in padded.items()}
-      raw_k, raw_q, v, band = pads["raw_k"], pads["raw_q"], pads["v"], pads["band"]
-      def row(i): return n * b + i if s.halo else (n * b + i - (c - 1)).maximum(0)           # before the stream: any token, gamma is 0
-      k.assign(raw_k.block(0, reach, 0, d), stream("k", d, reach, row))
-      k.assign(v.block(0, reach), stream("v", dv, reach, row))
-      k.assign(raw_q.block(front, b, 0, d), stream("q", d))
-      x, r = raw_k, raw_q
-      if poly: x, r = features(raw_k, pads["x"]), (features(raw_q.block(front, b), pads["r"].block(front, b)), pads["r"])[1]
-      alpha, theta, eta = [stream(name, 1) if name in ins else None for name in ("alpha", "theta", "eta")]
-      gamma = stream("gamma", c)                           # row t of band: token t's gates over its window, the oldest at column t
-      k.assign(band.view((b, c), 0, band.rows + 1, 1), gamma.view((b, c), c - 1, c, -1))
-      if toward: base = {name: (w + toward[name]).stored() for name, w in base.items()}
-      kept = gradients(cfg, base, x, raw_k.block(0, E, 0, d), v)
-      queries, y = raw_q.block(0, rows, 0, d), stream("y", dv)
-      if muon: _muon_chunk(k, cfg, b, s.every, kept, r, queries, y, band, alpha, theta, eta, toward, M, S, then)
-      else: _gd_chunk(k, cfg, b, E, kept, r, queries, y, band, alpha, theta, eta, toward, M, S, then)
-
-    def state(buffer, n, grad=None) -> tuple[dict, dict]:
-      at = (g * (N + 2) + n) * lay.size
-      M = lay.views(k, buffer, at, grad)
-      return M, lay.views(k, buffer, at + lay.half, grad and (grad[0], grad[1] + lay.half)) if cfg.momentum else {}
-    def copy(out, x, add=False): k.add([out], [x.f], (x,), out.shape) if add else k.each(out, x.f, (x,))
-    home, length = (g % s.given if s.given != s.heads else g) * (lay.half + lay.size), lay.half + lay.size
-    toward = lay.views(k, P["toward"], g % s.toward * lay.half, (P["dtoward"], g * lay.half) if backward else None) if s.toward else {}
-    if not backward:
-      copy(line("states", g * (N + 2) * lay.size, lay.half), line("first", home, lay.half))
-      copy(line("states", (g * (N + 2) + 1) * lay.size, lay.size), line("first", home + lay.half, lay.size))
-      with k.loop(N) as n:
-        k.memos.append({})
-        chunk(n, state(P["states"], n.eq(0).where(0, n + 1))[0], *state(P["states"], n + 1), state(P["states"], n + 2))
-    else:
-      ring = k.grads_origin + k.used_grads                 # gradients of two states, taking turns, and of the first base
-      k.used_grads += 3 * lay.size
-      def at(n): return P["grads"], ring + n * lay.size
-      k.fill(P["grads"], ring, 3 * lay.size)
-      for name in outs[1:]: k.fill(P[name], g * (size[name] // s.heads), size[name] // s.heads)
-      def add_given(slot, n, many=lay.size):
-        if given: copy(line("grads", at(slot)[1], many), line("dstates", (g * (N + 2) + n) * lay.size, many), add=True)
-      add_given(N % 2, N + 1)
-      add_given(2, 0, lay.half)
-      with k.loop(N) as turn:
-        n = N - 1 - turn
-        k.fill(P["grads"], at(n % 2)[1], lay.size)
-        add_given(n % 2, n + 1)
-        base = state(P["states"], n.eq(0).where(0, n + 1), at(n.eq(0).where(2, n % 2)))[0]
-        k.backward(lambda: chunk(n, base, *state(P["states"], n + 1, at(n % 2)), state(None, 0, at((n + 1) % 2))))
-      copy(line("dfirst", g * length, lay.half), line("grads", at(2)[1], lay.half))
-      copy(line("dfirst", g * length + lay.half, lay.size), line("grads", at(0)[1], lay.size))
-  return args, size, k.code("memory_backward" if backward else "memory", sum(size[n] for n in args)), (k.used, k.used_grads)
-
 @functools.cache
-def _compiled_kernel(cfg, s:_Shapes, device:str, backward:bool, given:bool):
-  """-> names of the arguments, their sizes, the program.  Built twice: the first time to see how much scratch memory it needs."""
-  shape = (cfg, s, not on_cpu(device), backward, given)
-  args, size, sink, _ = _kernel(*shape, _kernel(*shape, (0, 0))[3])
-  args, program = _program(sink, args, device)
-  return args, size, program
+def memory_kernel(cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool) -> Compiled:
+  """Built twice: the first time to see how much scratch memory it needs."""
+  shape = cfg, s, not on_cpu(device), backward, dstates
+  counted = Recurrence(*shape, (0, 0)).kernel
+  built = Recurrence(*shape, (counted.used, counted.used_grads))
+  return compiled(built.args, built.size, cast(UOp, built.code()), device)
 
-def fused(cfg, a:Tensor|None, toward:dict, base:dict, M:dict, S:dict, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor,
-          gamma:Tensor, b:int, every:int):
-  """by_ops in one kernel, with one for its backward pass."""
-  B, H, T, d = cast(tuple[int, ...], q.shape)
-  device, D, shared = cast(str, q.device), feature_size(d, cfg.features, cfg.degree), next(iter(M.values())).ndim == 3
-  wide = _to_multiple(D, 16) if cfg.features == "poly" else D
-  sides = {n: (w.shape[-2], wide if n in ("W", "W2", "W3") else w.shape[-1]) for n, w in M.items()}
-  shapes = _Shapes(B * H, H if shared else B * H, H if toward else 0, T // b, b, bool(k.shape[2] != T), d, cast(int, v.shape[3]), D, every,
-                   tuple((n, *x) for n, x in sides.items()))
-  lay = _Layout(cfg, shapes.weights)
-  first = lay.pack([{n: w.reshape(shapes.given, *w.shape[-2:]) for n, w in part.items()} for part in ((base, M, S) if cfg.momentum else (base, M))])
-  ins = dict(first=first, q=q, k=k, v=v, alpha=alpha, eta=eta, gamma=gamma) | (dict(theta=theta) if cfg.momentum else {})
-  if toward: ins["toward"] = lay.pack([toward])
-  if a is not None: ins |= dict(scales=_scales(d, cfg.degree, a), places=_monomials(d, cfg.degree, device)[0])
-  ins = {n: t.reshape(-1).contiguous() for n, t in ins.items()}
-  forward = _compiled_kernel(cfg, shapes, device, False, False)
+def memory_gradients(cfg:Rule, s:KernelShapes, forward:Compiled, sources:dict[str, Tensor], grads:tuple
+                     ) -> dict[str, Tensor]:
+  """The backward kernel's results.  A gradient comes for each output that is used: y is flat, `states` a matrix."""
+  device = cast(str, sources["q"].device)
+  dy = [Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == 1]
+  dstates = [Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == 2]
+  sources["dy"] = dy[0] if dy else Tensor.zeros(forward.size["y"], dtype=dtypes.float, device=device).contiguous()
+  if dstates: sources["dstates"] = dstates[0]
+  return run_kernel(memory_kernel(cfg, s, device, True, bool(dstates)), sources, device)
+
+def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, gates:Gates, chunks:Chunks
+          ) -> tuple[Tensor, Memory]:
+  """rule.by_ops in one kernel, with one for its backward pass."""
+  B, H, T, d = sizes(q)
+  device, D = cast(str, q.device), feature_size(d, cfg.features, cfg.degree)
+  row = FEATURES[cfg.features]
+  wide = to_multiple(D, 16) if row.coefficients else D
+  weights = tuple((n, sizes(w)[-2], wide if n in ("W", "W2", "W3") else sizes(w)[-1]) for n, w in memory.M.items())
+  s = KernelShapes(B * H, H if memory.shared else B * H, H if memory.R else 0, T // chunks.size, chunks.size,
+                   sizes(k)[2] != T, d, sizes(v)[3], D, chunks.every, weights)
+  lay = Layout(cfg, weights)
+  parts = [memory.base, memory.M, *([memory.S] if cfg.momentum else [])]
+  first = lay.pack([{n: w.reshape(s.first_heads, *w.shape[-2:]) for n, w in part.items()} for part in parts])
+  inputs = dict(first=first, q=q, k=k, v=v, alpha=gates.alpha, eta=gates.eta, gamma=gates.gamma)
+  if cfg.momentum: inputs["theta"] = gates.theta
+  if memory.R: inputs["toward"] = lay.pack([memory.R])
+  if row.coefficients:
+    inputs["scales"] = monomial_scales(d, cfg.degree, cast(Tensor, a))
+    inputs["places"] = monomial_table(d, cfg.degree, device)[0]
+  inputs = {n: t.reshape(-1).contiguous() for n, t in inputs.items()}
+  forward = memory_kernel(cfg, s, device, False, False)
   def backward(*grads, call=None):
-    """Gradients come for the outputs that are used: y is flat, states a matrix."""
+    """tinygrad calls it with (gradient, call) where one output is used, and with (*gradients, call=call) where two
+    are."""
     if call is None: grads, call = grads[:-1], grads[-1]
-    sources = dict(zip(forward[0], call.src[1:]))
-    dy, dstates = [[Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == n] for n in (1, 2)]
-    given = {n: Tensor(sources[n]) for n in ins if n != "first"} | dict(states=Tensor(sources["states"].after(call)).reshape(-1))
-    given["dy"] = dy[0] if dy else Tensor.zeros(forward[1]["y"], device=device).contiguous()
-    if dstates: given["dstates"] = dstates[0]
-    out = _call(_compiled_kernel(cfg, shapes, device, True, bool(dstates)), given, device)
+    sources = {n: Tensor(x) for n, x in zip(forward.args, call.src[1:])}
+    sources["states"] = Tensor(sources["states"].uop.after(call)).reshape(-1)
+    out = memory_gradients(cfg, s, forward, {n: sources[n] for n in [*inputs, "states"] if n != "first"}, grads)
+    shared = {"first": s.heads // s.first_heads, "toward": B, "scales": s.heads}          # heads that share an input
     def gradient(n):
-      if n not in ins or n == "places": return None
-      heads = {"first": B * H // shapes.given, "toward": B, "scales": B * H}.get(n, 1)       # what several heads share
-      return out["d" + n].reshape(heads, -1).sum(0).uop if heads > 1 else out["d" + n].uop
-    return tuple(gradient(n) for n in forward[0])
-  states = Tensor.empty(1, forward[1]["states"], device=device)
-  out = _call(forward, ins | dict(states=states), device, backward)
+      if n not in inputs or n == "places": return None
+      g = out["d" + n]
+      return (g.reshape(shared[n], -1).sum(0) if shared.get(n, 1) > 1 else g).uop
+    return tuple(gradient(n) for n in forward.args)
+  states = Tensor.empty(1, forward.size["states"], dtype=dtypes.float, device=device)
+  out = run_kernel(forward, inputs | dict(states=states), device, backward)
   rows = out["states"].reshape(B * H, -1, lay.size)
-  like = {n: w if not shared else w.unsqueeze(0).expand(B, *w.shape) for n, w in M.items()}
-  M = lay.unpack(rows[:, -1], like)
-  S = lay.unpack(rows[:, -1, lay.half:], like) if cfg.momentum else {}
-  base = lay.unpack(rows[:, 0 if T == b else -2], like)
-  return out["y"].reshape(B, H, T, v.shape[3]), base, M, S
+  shapes = {n: (B, H, *w.shape[-2:]) for n, w in memory.M.items()}
+  M = lay.unpack(rows[:, -1], shapes)
+  S = lay.unpack(rows[:, -1, lay.M_size:], shapes) if cfg.momentum else {}
+  base = lay.unpack(rows[:, 0 if s.chunks == 1 else -2], shapes)
+  return out["y"].reshape(B, H, T, v.shape[3]), Memory(memory.R, base, M, S, False)
 
 # *** all of it ***
-
-def _part(state:dict, part:str) -> dict: return {n.split(".")[1]: z for n, z in sorted(state.items()) if n.startswith(part + ".")}
-
-def _added(part:dict, home:dict, sign:int=1) -> dict:
-  """part + sign * home; exp: home has coefficients for the anchors only."""
-  def longer(z, like): return z.pad((None, (0, like.shape[-2] - z.shape[-2]), None))
-  return {n: w + sign * longer(home[n], w) for n, w in part.items()}
 
 def read_position(state:dict[str, Tensor]) -> int|None:
   """Tokens read so far, or None while a jit is being captured and no value can be read (but a constant)."""
@@ -1075,94 +962,238 @@ def read_position(state:dict[str, Tensor]) -> int|None:
   except JitError: return None
 
 def capacity_for(needed:int) -> int:
-  """Places of a cache that must hold `needed` tokens: a power of two, with room for as many again."""
+  """Entries of a cache that must hold `needed` tokens: a power of two, with room for as many again."""
   return max(64, 2 ** math.ceil(math.log2(2 * needed)))
 
-def initial_state(cfg, weights:dict[str, Tensor], B:int, key_dim:int) -> dict[str, Tensor]:
-  """The state before the first token: M_0, S_0 = 0, position 0.  A flat dict of Tensors: "position" (), "M.*", "S.*" (momentum) and "base.*",
-  (H,out,in) here, where the rows of the batch still share them, and (B,H,out,in) after the first call; "k" and "v" (B,H,window-1,.), the keys
-  and values that a window still reaches (window > 1).  exp: "keys" (H,L,d), the anchors' and then the tokens', and "*.u" (H,L,out), their
-  coefficients, for the first layer; without anchors one empty place, since no tensor is empty."""
+def matrices(cfg:Rule, weights:Weights) -> Weights:
+  """The matrices M_0 among the weights; features=exp: "u" in place of the first layer's."""
   M = {n: w for n, w in weights.items() if n not in ("a", "anchor_k", "anchor_u")}
-  first = weights["W1" if "W1" in M else "anchor_u" if cfg.features == "exp" else "W"]
-  H, dv = first.shape[0], first.shape[2 if first is weights.get("anchor_u") else 1]
-  def zeros(*shape): return Tensor.zeros(*shape, device=first.device).contiguous()
-  if cfg.features == "exp": M["u"] = weights["anchor_u"] if weights["anchor_u"].shape[1] else zeros(H, 1, weights["anchor_u"].shape[2])
-  state = {"position": Tensor(0, dtype=dtypes.int32, device=first.device), **{f"{p}.{n}": m for p in ("base", "M") for n, m in M.items()}}
-  if cfg.momentum: state |= {f"S.{n}": zeros(*m.shape) for n, m in M.items()}
-  if cfg.features == "exp": state["keys"] = weights["anchor_k"] if weights["anchor_k"].shape[1] else zeros(H, 1, key_dim)
-  if cfg.window > 1: state |= {n: zeros(B, H, cfg.window - 1, d) for n, d in (("k", key_dim), ("v", dv))}
-  return state
+  if not FEATURES[cfg.features].expansion: return M
+  u = weights["anchor_u"]
+  return M | {"u": u if u.shape[1] else u.pad((None, (0, 1), None))}
 
-def recall(cfg, weights:dict[str, Tensor], state:dict[str, Tensor], q:Tensor) -> Tensor:
+def initial_state(cfg:Rule, weights:Weights, B:int, key_dim:int, like:Tensor|None=None) -> dict[str, Tensor]:
+  """The state before the first token: M_0, S_0 = 0, position 0.  A flat dict of Tensors: "position" (); "M.*", "S.*"
+  (with momentum) and "base.*" (B,H,out,in); "k" and "v" (B,H,window-1,.), the keys and values that a window still
+  reaches. features=exp: "keys" (B,H,L,key_dim), the anchors' keys and then the tokens', and "*.u" (B,H,L,out), their
+  coefficients in place of the first layer.  Without anchors one entry belongs to no token, since no tensor is empty.
+  like (B,...): where it is cut along B over several devices, so is the state."""
+  M = matrices(cfg, weights)
+  first = M.get("W1", M.get("W", M.get("u")))
+  assert first is not None
+  H, device, expansion = first.shape[0], first.device, FEATURES[cfg.features].expansion
+  dv = first.shape[2 if "W1" not in M and expansion else 1]
+  if like is None: like = Tensor.zeros(B, 1, dtype=dtypes.float, device=device)
+  def zeros(*shape):
+    return Tensor.zeros(*shape, dtype=dtypes.float, device=device).contiguous()
+  state = named("base", M) | named("M", M)
+  if cfg.momentum: state |= {f"S.{n}": m.zeros_like() for n, m in M.items()}
+  if expansion:
+    keys = weights["anchor_k"]
+    state["keys"] = keys if keys.shape[1] else zeros(H, 1, key_dim)
+  state = for_batch(state, like)
+  if cfg.window > 1:
+    state["k"] = zeros(B, H, cfg.window - 1, key_dim)
+    state["v"] = zeros(B, H, cfg.window - 1, dv)
+  return {"position": Tensor(0, dtype=dtypes.int, device=device)} | state
+
+def recall(cfg:Rule, weights:Weights, state:dict[str, Tensor], q:Tensor) -> Tensor:
   """M(phi(q)), with the memory of a state as it is: q (B,H,T,key_dim) -> (B,H,T,value_dim)."""
-  M = _part(state, "M")
-  if cfg.features != "exp": return apply(cfg, lambda name, z: matmul(z.contiguous(), M[name], yt=True), phi(cfg, q, weights.get("a")), q)
-  x = matmul(q, state["keys"], yt=True).exp()
-  return apply(cfg, lambda name, z: matmul(z.contiguous(), M[name], yt=True) if name == "W1" else matmul(z.contiguous(), M["u"]), x, q)
+  M = part_of(state, "M")
+  def read(name, z):
+    return matmul(z.contiguous(), M[name if name in M else "u"], yt=name in M)
+  if not FEATURES[cfg.features].expansion:
+    return apply(cfg, read, phi(cfg, q, weights.get("a")), q)
+  return apply(cfg, read, matmul(q, state["keys"], yt=True).exp(), q)
 
-def takes_fused(cfg, x:Tensor) -> bool:
-  """auto: on CPUs one kernel is faster than many; on a GPU its loops would run in a single thread a head, and nothing has been measured there."""
-  if not isinstance(x.device, str) or x.dtype != dtypes.float or cfg.features == "exp": return False
+def takes_fused(cfg:Rule, x:Tensor) -> bool:
+  """auto: on CPUs one kernel is faster than many.  On a GPU its loops would run in one thread a head; nothing is
+  measured."""
+  if not isinstance(x.device, str) or FEATURES[cfg.features].expansion: return False
   return cfg.backend == "fused" or cfg.backend == "auto" and on_cpu(x.device)
 
-def memory(cfg, weights:dict[str, Tensor], q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor, gamma:Tensor,
-           state:dict[str, Tensor]|None=None, phase:int|None=None, *, toward:dict[str, Tensor]|None=None) -> tuple[Tensor, dict[str, Tensor]]:
+def checked(name:str, x:Any, shape:tuple) -> Tensor:
+  """x as float32.  ValueError unless it is a Tensor of that shape; None stands for an axis of any length."""
+  if not isinstance(x, Tensor): raise ValueError(f"{name} is a {type(x).__name__} and no Tensor: give one of {shape}")
+  if len(x.shape) != len(shape) or any(n is not None and n != m for n, m in zip(shape, x.shape)):
+    expected = str(shape).replace("None", "any")
+    raise ValueError(f"{name} has shape {x.shape}, and the memory takes {expected}: give it that shape")
+  return x.cast(dtypes.float)
+
+def size_of(x, axis):
+  return sizes(x)[axis] if isinstance(x, Tensor) and x.ndim == 3 else None
+
+def checked_weights(cfg:Rule, weights:Weights, name:str, H:int, d:int, dv:int) -> Weights:
+  """The weights that the rule has, in their order, as float32.  ValueError names what is missing or does not fit."""
+  row, hidden = FEATURES[cfg.features], size_of(weights.get("W1"), 2)
+  D = feature_size(d, cfg.features, cfg.degree)
+  shapes:dict[str, tuple] = {"W1": (H, dv, hidden), "W2": (H, hidden, D)}
+  if cfg.memory == "gated": shapes["W3"] = (H, hidden, D)
+  if cfg.memory == "linear": shapes = {"W": (H, dv, D)}
+  if row.expansion:
+    out = shapes.pop("W" if cfg.memory == "linear" else "W2")[1]
+    P = size_of(weights.get("anchor_u"), 1)
+    shapes |= {"anchor_k": (H, P, d), "anchor_u": (H, P, out)}
+  if row.coefficients: shapes["a"] = (cfg.degree + 1,)
+  if name == "toward":
+    shapes = {n: shape for n, shape in shapes.items() if n not in ("a", "anchor_k")}
+  for n in shapes:
+    if n not in weights: raise ValueError(f"{name} has no {n}: the rule takes {', '.join(shapes)}")
+  return {n: checked(f"{name}[{n!r}]", weights[n], shape) for n, shape in shapes.items()}
+
+def checked_state(cfg:Rule, state:dict[str, Tensor], M:Weights, B:int, d:int, dv:int) -> dict[str, Tensor]:
+  """The state, float32 but for its position.  ValueError where it belongs to another rule or another batch."""
+  shapes:dict[str, tuple] = {}
+  for part in ("base", "M", "S") if cfg.momentum else ("base", "M"):
+    for n, w in M.items():
+      shapes[f"{part}.{n}"] = (B, w.shape[0], None if n == "u" else w.shape[1], w.shape[2])
+  if cfg.window > 1:
+    shapes["k"] = (B, None, cfg.window - 1, d)
+    shapes["v"] = (B, None, cfg.window - 1, dv)
+  if FEATURES[cfg.features].expansion: shapes["keys"] = (B, None, None, d)
+  for n in ("position", *shapes):
+    if n not in state: raise ValueError(f"state has no {n!r}: give what an earlier call with these settings returned")
+  return state | {n: checked(f"state[{n!r}]", state[n], shape) for n, shape in shapes.items()}
+
+def difference(part:Weights, R:Weights, sign:int) -> Weights:
+  """part + sign * R.  features=exp: R has coefficients for the anchors only."""
+  def extended(r, w):
+    return r.pad((None, (0, w.shape[-2] - r.shape[-2]), None))
+  return {n: w + sign * extended(R[n], w) for n, w in part.items()}
+
+def new_state(after:Memory, R:Weights) -> dict[str, Tensor]:
+  """The state's matrices after a call.  low.*: what float32 rounds away where M = R + difference is stored.  Without it
+  a difference that fades by less than the rounding of M, call by call, would never fade."""
+  M, base, low = after.M, after.base, {}
+  if R:
+    # M is stored, because the scheduler would simplify (R + difference) - R
+    M = {n: w.contiguous() for n, w in difference(M, R, 1).items()}
+    low = {n: after.M[n] - w for n, w in difference(M, R, -1).items()}
+    base = difference(base, R, 1)
+  return named("base", base) | named("M", M) | named("S", after.S) | named("low", low)
+
+def key_cache(weights:Weights, state:dict[str, Tensor]|None, k:Tensor, known:int|None, position:Tensor
+              ) -> tuple[Tensor, int|Tensor]:
+  """features=exp: the anchors' keys and those of all tokens so far, the call's among them, (B,H,capacity,key_dim), and
+  the entry of the call's first key.  The capacity doubles when it is full.  ValueError for a jitted call of several
+  tokens."""
+  T, P = sizes(k)[2], sizes(weights["anchor_k"])[1]
+  if known is None and T > 1:
+    raise ValueError("features=exp cannot jit a call of several tokens with a state: its expansion grows")
+  if state is not None: old = state["keys"]
+  elif P: old = for_batch({"keys": weights["anchor_k"]}, k)["keys"]
+  else: old = (k[:, :, :1] * 0.0).contiguous()
+  capacity = sizes(old)[2]
+  if known is not None and P + known + T > capacity: capacity = P + capacity_for(known + T)
+  old = old.pad((None, None, (0, capacity - sizes(old)[2]), None))
+  if known is not None and (state is None or T > 1):
+    place = P + known
+    return old + k.pad((None, None, (place, capacity - place - T), None)), place
+  entry = P + position
+  here = Tensor.arange(capacity, dtype=dtypes.int).reshape(capacity, 1) == entry
+  return old + here.where(k, 0), entry
+
+def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor, theta:Tensor, eta:Tensor,
+           gamma:Tensor, state:dict[str, Tensor]|None=None, phase:int|None=None, *, toward:Weights|None=None
+           ) -> tuple[Tensor, dict[str, Tensor]]:
   """Reads a stretch of the stream: updates the memory at every token, then reads it (Eq. 9, 10, 15, 16, 32, 33).
 
-  q, k (B,H,T,key_dim); v, y (B,H,T,value_dim); alpha, theta, eta (B,H,T), final; gamma (B,H,T,window), gamma[...,j] gates token t-j.
-  weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3" for gated; "a" (degree+1,) with poly;
-  with exp "anchor_k" (H,P,key_dim) and "anchor_u" (H,P,out), keys and coefficients, in place of the first layer's.
-  state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last token; any way of cutting
-  a stream into calls gives the same y.  toward: weights R that forgetting leads to, M_t = alpha_t M_{t-1} + (1 - alpha_t) R - eta_t U_t; None: zero.
-  phase: how many tokens of the chunk came before, read from the state unless given.  Under TinyJit, where it cannot be read, a call of one token
-  goes anywhere; one of more tokens with a state must start at a chunk's border, or `phase` tokens behind it, and gives NaN elsewhere.
-  cfg.backend: ops, fused (one kernel), or auto, the faster one."""
-  (B, _, T, d), b, c, r = cast(tuple[int, ...], q.shape), cfg.chunk, cfg.window, cfg.muon_every if cfg.optimizer == "muon" else 1
-  feature_size(d, cfg.features, cfg.degree)              # refuses what would not fit
-  exp, is_first = cfg.features == "exp", state is None
-  known = 0 if state is None or T == 1 and not exp else read_position(state) if phase is None or exp else None
-  phase = 0 if T == 1 else (phase or 0) if known is None else known % b
-  if state is None: state = initial_state(cfg, weights, B, d)
-  position, M, S, base = state["position"], _part(state, "M"), _part(state, "S"), _part(state, "base")
-  # Gradients are taken at the memory of the chunk's start; one token's graph must hold for any position.
-  if T == 1 and not is_first: base = {n: (position % b == 0).where(M[n], w) for n, w in base.items()}
-  elif phase == 0: base = M
-  starts, home = base is M, {}
-  if toward is not None:                                 # the forms below keep the distance from it, D_t = alpha_t D_{t-1} - eta_t U_t
-    home = _part(initial_state(cfg, toward, B, d), "M")
-    M, base = [_added(part, home, -1) for part in (M, base)]
-    if starts: base = M
-  # Rows: the call is padded to whole chunks of `size` tokens, `front` before it and `back` behind.  With chunk=4, a call of 6 tokens at position 7
-  # (phase 3) is padded to 3 + 6 + 3 = 3 chunks.  A call that ends within its first chunk needs no padding: its tokens are the only chunk's rows.
-  if phase + T <= b: size, front, every = T, 0, r if T > 1 and phase % r == 0 and T % r == 0 else 1
-  else: size, front, every = b, phase, r
-  back = -(front + T) % size
-  def padded(z, fill=0.0): return z.pad((None, None, (front, back), *[None] * (z.ndim - 3)), value=fill) if front + back else z
+  q, k (B,H,T,key_dim); v, y (B,H,T,value_dim); alpha, theta, eta (B,H,T), final; gamma (B,H,T,window), gamma[...,j]
+  gates token t-j.  weights: the initial memory, (H,out,in) per head: {"W"} for linear, {"W1","W2"} for mlp, and "W3"
+  for gated; "a" (degree+1,) with poly; with exp "anchor_k" (H,P,key_dim) and "anchor_u" (H,P,out), keys and
+  coefficients, in place of the first layer's.  All are cast to float32.  ValueError names an argument of another shape
+  and the right one.
 
-  # gates: no window reaches before the stream, Muon steps at every r-th token, padding leaves the memory as it is
-  index = position + Tensor.arange(T)
-  gamma = (index.unsqueeze(-1) >= Tensor.arange(c)).where(gamma, 0)
-  if r > 1: eta = ((index + 1) % r == 0).where(eta, 0)
-  stream = {n: state[n].cat(z, dim=2) if c > 1 else z for n, z in (("k", k), ("v", v))}
-  keys, values = [padded(z) for z in ((k, v) if is_first else stream.values())]
-  inputs = padded(q), keys, values, padded(alpha, 1.0), padded(theta, 1.0), padded(eta), padded(gamma)
-  after = {}
-  if exp:
-    old, P = state["keys"], cast(int, weights["anchor_u"].shape[1])
-    place, capacity = P + (position if known is None or T == 1 and not is_first else known), cast(int, old.shape[-2])
-    if known is None and T > 1: raise ValueError("features=exp cannot jit a call of several tokens with a state: its expansion grows")
-    if known is not None and P + known + T > capacity: capacity = P + capacity_for(known + T)
-    y, base, M, S = expanded(cfg, old, home, base, M, S, *inputs, size, starts, place - front, capacity)
-    here = Tensor.arange(capacity).reshape(capacity, 1)
-    new = k.pad((None, None, (place, capacity - place - T), None)) if isinstance(place, int) else (here == place).where(k, 0)
-    after["keys"] = old.pad((*[None] * (old.ndim - 2), (0, capacity - old.shape[-2]), None)) + new
-    if known is None: y = (P + position < capacity).where(y, math.nan)
-  else: y, base, M, S = (fused if takes_fused(cfg, q) else by_ops)(cfg, weights.get("a"), home, base, M, S, *inputs, size, every)
-  if home: M, base = [_added(part, home) for part in (M, base)]
+  state: what an earlier call returned, or None at the start of the stream.  Returns y and the state after the last
+  token; any way of cutting a stream into calls gives the same y. toward: weights R that forgetting leads to, M_t =
+  alpha_t M_{t-1} + (1 - alpha_t) R - eta_t U_t; None means zero. phase: how many tokens of the chunk came before, read
+  from the state unless given.  Under TinyJit, where the state cannot be read, a call of one token may go anywhere.  A
+  longer call with a state must start at a chunk's border, or `phase` tokens behind it; elsewhere it gives NaN, in y and
+  in the state. cfg.backend: ops, fused (one kernel), or auto, the faster one."""
+  if q.ndim != 4 or v.ndim != 4: raise ValueError(f"q and v have shapes {q.shape} and {v.shape}: give (B,H,T,size)")
+  (B, H, T, d), dv = sizes(q), sizes(v)[3]
+  weights = checked_weights(cfg, weights, "weights", H, d, dv)
+  q, k = [checked(n, z, (B, H, T, d)) for n, z in (("q", q), ("k", k))]
+  v, gamma = checked("v", v, (B, H, T, dv)), checked("gamma", gamma, (B, H, T, cfg.window))
+  alpha, theta, eta = [checked(n, z, (B, H, T)) for n, z in (("alpha", alpha), ("theta", theta), ("eta", eta))]
+  M_0 = matrices(cfg, weights)
+  R = matrices(cfg, checked_weights(cfg, toward, "toward", H, d, dv)) if toward is not None else {}
+  if state is not None: state = checked_state(cfg, state, M_0, B, d, dv)
+  b, c, expansion = cfg.chunk, cfg.window, FEATURES[cfg.features].expansion
+  muon_every = 1 if STEPS[cfg.optimizer].linear else cfg.muon_every
+
+  # known: the position where it can be read and is needed.  The graph of one token must hold for any position.
+  if state is None or T == 1 and not expansion: known:int|None = 0
+  else: known = read_position(state) if phase is None or expansion else None
+  if T == 1: phase = 0
+  elif known is not None: phase = known % b
+  elif phase is None: phase = 0
+
+  # the memory at the call's start; gradients are taken at the memory of the chunk's start
+  if state is None:
+    position = Tensor(0, dtype=dtypes.int, device=q.device)
+    M = base = M_0
+    S = {n: m.zeros_like().contiguous() for n, m in M_0.items()} if cfg.momentum else {}
+  else:
+    position = state["position"]
+    M, base = [{n: state[f"{part}.{n}"] for n in M_0} for part in ("M", "base")]
+    S = {n: state[f"S.{n}"] for n in M_0} if cfg.momentum else {}
+    if T == 1:
+      base = {n: (position % b == 0).where(M[n], w) for n, w in base.items()}
+    elif phase == 0: base = M
+  at_start = base is M
+  if R:
+    M, base = difference(M, R, -1), difference(base, R, -1)
+    if state is not None:
+      M = {n: w + state[f"low.{n}"] if f"low.{n}" in state else w for n, w in M.items()}
+    if at_start: base = M
+  before = Memory(R, base, M, S, state is None)
+
+  # Rows: the call is padded to whole chunks of `size` tokens, `front` before it and `back` behind.  With chunk=4, a
+  # call of 6 tokens at position 7 (phase 3) is padded to 3 + 6 + 3 = 3 chunks.  A call that ends within its first chunk
+  # needs no padding: its tokens are the only chunk's rows.
+  if phase + T <= b:
+    front, aligned = 0, T > 1 and phase % muon_every == 0 and T % muon_every == 0
+    chunks = Chunks(T, muon_every if aligned else 1)
+  else: front, chunks = phase, Chunks(b, muon_every)
+  back = -(front + T) % chunks.size
+  def padded(z, fill=0.0):
+    if front + back == 0: return z
+    return z.pad((None, None, (front, back), *[None] * (z.ndim - 3)), value=fill)
+
+  # gates: no window reaches before the stream, Muon steps come at every r-th token, padding leaves the memory as it is
+  index = position + Tensor.arange(T, dtype=dtypes.int)
+  gamma = (index.unsqueeze(-1) >= Tensor.arange(c, dtype=dtypes.int)).where(gamma, 0)
+  if muon_every > 1: eta = ((index + 1) % muon_every == 0).where(eta, 0)
+  gates = Gates(padded(alpha, 1.0), padded(theta, 1.0), padded(eta), padded(gamma))
+  streams = {"k": k, "v": v}
+  if state is not None and c > 1:
+    streams = {n: state[n].cat(z, dim=2) for n, z in streams.items()}
+  keys, values = padded(streams["k"]), padded(streams["v"])
+
+  # valid: whether the call is where its graph may be used; None: always
+  valid = None if known is not None or T == 1 else position % b == phase
+  new:dict[str, Tensor] = {}
+  if expansion:
+    keys_now, place = key_cache(weights, state, k, known, position)
+    used = keys_now[:, :, :place + T] if isinstance(place, int) else keys_now
+    chunks = chunks._replace(first=place - front - (c - 1))
+    y, after = by_expansion(cfg, used, before, padded(q), keys, values, gates, chunks)
+    new["keys"], capacity = keys_now, sizes(keys_now)[2]
+    if isinstance(place, Tensor): valid = place < capacity
+    base, M, S = [with_entries(part, capacity) for part in (after.base, after.M, after.S)]
+    after = Memory(R, base, M, S, False)
+  else:
+    form = fused if takes_fused(cfg, q) else by_ops
+    y, after = form(cfg, weights.get("a"), before, padded(q), keys, values, gates, chunks)
+  new |= new_state(after, R) | {"position": position + T}
+  if c > 1:
+    if state is None:
+      streams = {n: z.pad((None, None, (c - 1, 0), None)) for n, z in streams.items()}
+    new |= {n: z[:, :, sizes(z)[2] - c + 1:] for n, z in streams.items()}
   y = y[:, :, front:front + T]
-  if known is None and T > 1: y = (position % b == phase).where(y, math.nan)
+  if valid is not None:
+    y = valid.where(y, math.nan)
+    new = {n: z if n == "position" else valid.where(z, math.nan) for n, z in new.items()}
   # clones: a jit must not return what is the caller's, nor what a later call in it may overwrite
-  after |= {"position": position + T, **{f"{p}.{n}": m for p, ms in (("base", base), ("M", M), ("S", S)) for n, m in ms.items()}}
-  if c > 1: after |= {n: z[:, :, z.shape[2] - c + 1:] for n, z in stream.items()}
-  return y, {n: z.clone() for n, z in after.items()}
+  return y, {n: z.clone() for n, z in new.items()}
