@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import atlas, evaluate, experiments, kernels, train
+from rule import LOSSES
 from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinygrad.nn.state import get_state_dict
 
@@ -761,7 +762,7 @@ class MemoryAsContext:
     q, k, v = unit(q), unit(k), v * sigmoid(v)
     gates = sigmoid(y @ self.p["gates"].T + self.p["gate_bias"])
     eta, gamma, alpha, theta = np.split(gates, np.cumsum([H, H * cfg.window, H]), axis=-1)
-    eta = eta[:, h] * atlas.INIT.eta_l2 / cfg.chunk
+    eta = eta[:, h] * LOSSES["l2"].bound / cfg.chunk
     gamma = self.heads(gamma)[:, h] / cfg.window
     alpha, theta = alpha[:, h], theta[:, h]
     v = v / np.sqrt(1 + np.square(v).sum(-1, keepdims=True))
