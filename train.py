@@ -3,7 +3,7 @@
 Without arguments it trains the small `atlas` preset on the source text of Python's own library and prints a sample."""
 from __future__ import annotations
 import contextlib, csv, dataclasses, functools, hashlib, itertools, json, math, multiprocessing, os, pickle, platform
-import re, shutil, signal, sqlite3, sys, time
+import re, shutil, signal, sqlite3, subprocess, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -163,6 +163,15 @@ def check_device() -> None:
   open_cache()
   attempt(lambda: (Tensor([1, 2]) * 2 + 1).tolist(), "no usable tinygrad device", "for the CPU install clang (pip "
           "install '.[cpu]' or apt-get install clang), or name another, DEV=CUDA for example")
+  if kernels.on_cpu(Device.DEFAULT):
+    version = subprocess.run([os.environ.get("CC", "clang"), "--version"], capture_output=True, text=True).stdout
+    if line := slow_compiler(version): print(line, file=sys.stderr)
+
+def slow_compiler(version:str) -> str:
+  """What to say of a compiler: clang 14 and 15 need minutes for a kernel that clang 16 to 23 compile in seconds."""
+  number = re.search(r"^(?!Apple).*clang version (\d+)", version)
+  if not number or int(number[1]) > 15: return ""
+  return f"warning: clang {number[1]} needs minutes for some kernels: pip install '.[cpu]' brings a newer one"
 
 def check_dtype(cfg:atlas.Config) -> None:
   """A device may have no other precision than float32 for dense products, forward or backward."""
