@@ -986,7 +986,7 @@ def initial_state(cfg:Rule, weights:Weights, B:int, key_dim:int, like:Tensor|Non
   if like is None: like = Tensor.zeros(B, 1, dtype=dtypes.float, device=device)
   def zeros(*shape):
     return Tensor.zeros(*shape, dtype=dtypes.float, device=device).contiguous()
-  state = named("base", M) | named("M", M)
+  state = named("base", M) | named("M", M) | {f"low.{n}": m.zeros_like() for n, m in M.items()}
   if cfg.momentum: state |= {f"S.{n}": m.zeros_like() for n, m in M.items()}
   if expansion:
     keys = weights["anchor_k"]
@@ -1064,7 +1064,7 @@ def difference(part:Weights, R:Weights, sign:int) -> Weights:
 def new_state(after:Memory, R:Weights) -> dict[str, Tensor]:
   """The state's matrices after a call.  low.*: what float32 rounds away where M = R + difference is stored.  Without it
   a difference that fades by less than the rounding of M, call by call, would never fade."""
-  M, base, low = after.M, after.base, {}
+  M, base, low = after.M, after.base, {n: m.zeros_like().contiguous() for n, m in after.M.items()}
   if R:
     # M is stored, because the scheduler would simplify (R + difference) - R
     M = {n: w.contiguous() for n, w in difference(M, R, 1).items()}

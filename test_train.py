@@ -4,6 +4,7 @@ python -m pytest -q test_train.py            the main paths
 python -m pytest -q test_train.py -m runs    drawn bad input, kills and full disks, the step cache, experiments"""
 import os
 os.environ.setdefault("NOOPT", "1")                      # values matter here, not speed: kernels compile sooner
+os.environ.setdefault("PARALLEL", "0")                    # its worker processes cost more than they save here
 import contextlib, csv, dataclasses, functools, gzip, importlib.util, inspect, io, itertools, json, math, pickle, re
 import resource, shlex, shutil, signal, sqlite3, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
