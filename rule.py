@@ -446,7 +446,6 @@ def expansion_chunk(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:
     return y - C[..., :1] * at(S) if momentum else y
   new = {"y": apply(cfg, read, z["q"], z["q"])}
   L, one, zero = sizes(keys)[2], Tensor(1.0, dtype=dtypes.float), Tensor(0.0, dtype=dtypes.float)
-  # where() and not cast(): tinygrad would make an index of a float
   entry = (z["entries"].unsqueeze(-1) == Tensor.arange(L, dtype=dtypes.float)).where(one, zero)        # (B,H,E,L)
   C, P = C[..., -1, :], P[..., -1, :]                                                          # of the last token
   for name, (u, inputs) in factors.items():

@@ -764,7 +764,8 @@ for name in ("linear_attention", "titans_mac", "transformer++"):
   assert {z.dtype for z in (first, second, loss, *state.values())} == {dtypes.float32, dtypes.int32}
   print(name, *[z.numpy().tobytes().hex() for z in (first, second, loss)])
 """
-@cases("setting", ["DEFAULT_FLOAT=HALF", *[pytest.param(f"DEFAULT_{x}", marks=runs) for x in ("FLOAT=DOUBLE", "INT=INT64")]])
+@cases("setting", ["DEFAULT_FLOAT=HALF", *[pytest.param(x, marks=runs) for x in ("DEFAULT_FLOAT=DOUBLE",
+                                            "DEFAULT_INT=INT64")]])
 def test_default_types_of_tinygrad_change_no_bit(setting):
   def printed(*settings):
     return output(["env", *settings, sys.executable, "-c", PRINTS_LOGITS], cwd=Path(__file__).parent)
