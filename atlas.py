@@ -362,7 +362,6 @@ def memory_heads(p:dict, cfg:Config, x:Tensor, state:State|None, phase:int|None=
   del memory["position"]
   y = answer(cfg, y, q, p["out_norm"], p.get("out_skip"))
   return y * (linear(cfg, x, p["out_gate"]) + p["out_gate_bias"]).silu(), after | memory, eta.mean()
-
 # *** attention.  place: the index of the first query's own key; where it is a Tensor, the keys are a whole cache ***
 @functools.cache
 def _rope_table(length:int, d:int, device:str) -> Pair:
@@ -419,8 +418,8 @@ def windowed(cfg:Config, qkv:list[Tensor], persist:Pair|None, state:State|None) 
   return joined(y.flatten(2, 3)[:, :, :T]), after
 
 def full(cfg:Config, qkv:list[Tensor], persist:Pair|None, state:State|None) -> tuple[Tensor, State]:
-  """Every query sees all tokens before it.  State: all keys (not yet rotated) and values; full caches double.
-  Under TinyJit they cannot: a step past their end gives NaN, and several tokens with a state are a ValueError."""
+  """Every query sees all tokens before it.  State: all keys (not yet rotated) and values; full caches double.  Under
+  TinyJit they cannot: a step past their end gives NaN, and several tokens with a state are a ValueError."""
   (q, k, v), cache = qkv, state or {}
   place: Place
   T, past = sizes(q)[2], kernels.read_position({"position": position_of(state)})         # None: a jit is being captured
@@ -430,9 +429,11 @@ def full(cfg:Config, qkv:list[Tensor], persist:Pair|None, state:State|None) -> t
   if state is not None and T == 1:
     place, length = state["position"], sizes(state["k"])[2]
     if past is not None and past >= length: length = kernels.capacity_for(past + 1)
-  k, v = [written(cache.get(name), z, place, length).contiguous() for name, z in (("k", k), ("v", v))]
+  k, v = [written(cache.get(name), z, place, length) for name, z in (("k", k), ("v", v))]
+  if isinstance(place, Tensor): k, v = [(place < length).where(z, math.nan) for z in (k, v)]      # and so is y
+  k, v = k.contiguous(), v.contiguous()
   y = softmax_attention(q, k, v, place, persist)         # (B,H,T,value_dim)
-  if isinstance(place, Tensor): return joined((place < length).where(y, math.nan)), {"k": k, "v": v}
+  if isinstance(place, Tensor): return joined(y), {"k": k, "v": v}
   k, v = [lengthened(z, kernels.capacity_for(length)).contiguous() for z in (k, v)]      # room for as many again
   return joined(y), {"k": k, "v": v}
 def lengthened(z:Tensor, length:int) -> Tensor: return z.pad((None, None, (0, length - sizes(z)[2]), None))
@@ -442,7 +443,6 @@ def written(cache:Tensor|None, new:Tensor, place:Place, length:int) -> Tensor:
     return (indices(length).reshape(-1, 1) == place).where(new, lengthened(cast(Tensor, cache), length))
   if cache is not None and place: new = cache[:, :, :place].cat(new, dim=2)
   return lengthened(new, length)
-
 # *** the mixers: x (B,T,dim), normalised -> (B,T,dim), state, mean eta ***
 def memory_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
   y, after, eta = memory_heads(p, cfg, x, state)
@@ -520,10 +520,11 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
     done += n
   ys, ms, etas = zip(*outputs)
   y = Tensor.cat(*ys, dim=1) * linear(cfg, Tensor.cat(*ms, dim=1), p["out"])
-  if past is None and T > 1: y = (position % w == 0).where(y, math.nan)
+  if past is None and T > 1:
+    aligned = position % w == 0
+    y, context = aligned.where(y, math.nan), {n: aligned.where(z, math.nan) for n, z in context.items()}
   return y, context, Tensor.stack(*etas).mean()
 MIXERS = {"memory": memory_mixer, "attention": attention_mixer, "mag": mag_mixer, "mal": mal_mixer, "mac": mac_mixer}
-
 # *** the model ***
 def block(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
   """Pre-norm residual block: token mixer, then SwiGLU MLP.  x (B,T,dim) -> (B,T,dim), state, mean eta."""
@@ -572,7 +573,6 @@ def cross_entropy(logits:Tensor, targets:Tensor) -> Tensor:
 def loss(params:dict, cfg:Config, tokens:Tensor, targets:Tensor) -> Tensor:
   """The cross_entropy of targets (B,T) after tokens (B,T).  Nothing checks either of them."""
   return cross_entropy(forward(params, cfg, tokens)[0], targets)
-
 # *** weights in files ***
 save = data.save_file          # tensors and settings in a safetensors file, which `load` reads
 def weights_of(saved:data.Saved, table:Layout) -> dict:
