@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib, functools, itertools, math, operator, os, sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, cast
+from typing import Any, Callable, NamedTuple, cast
 import numpy as np
 from tinygrad import Device, Tensor, UOp, codegen, dtypes
 from tinygrad.codegen import to_program
@@ -98,7 +98,7 @@ class Matrix:
   def maximum(self, other):
     return self.map(lambda x, y: x.maximum(y), other)
   def sigmoid(self): return self.kernel.sigmoid(self)
-  def sum(self, axis:int|tuple[int, ...]=(-2, -1), keepdim:bool=False) -> Stored:
+  def sum(self, axis=(-2, -1), keepdim=False):
     axes = {n % 2 for n in ((axis,) if isinstance(axis, int) else axis)}
     if not keepdim: raise NotImplementedError("a sum inside a kernel keeps its axes: give keepdim=True")
     return self.kernel.sum(self, axes)
@@ -122,7 +122,7 @@ class Matrix:
     return self.kernel.iterate(steps, body, carry)
   def contiguous(self): return self.stored()
   def contiguous_backward(self): return self
-  def stored(self) -> Stored:
+  def stored(self):
     return self.kernel.assign(self.kernel.new(self.shape, self.leaves), self)
   def flip(self):
     """The transposed expression."""
@@ -142,7 +142,7 @@ class Product(Matrix):
   def __mul__(self, other):
     if not isinstance(other, float): return self.stored() * other
     return Product(self.kernel, self.x, self.y, self.start and self.start * other, self.scale * other)
-  def stored(self) -> Stored:
+  def stored(self):
     if self.place is None:               # column by column where that saves copying the larger factor
       thin = self.x.rows == 1 or self.x.shape[0] < self.y.shape[1]
       tall = self.y.cols != 1 and self.shape[0] > 1 and thin
@@ -203,7 +203,7 @@ class Kernel:
       if key in known: return known[key]
     return self.memos[-1].setdefault(key, make())
   @contextlib.contextmanager
-  def loop(self, size:int, kind=AxisType.LOOP):
+  def loop(self, size, kind=AxisType.LOOP):
     if size == 1 or self.quiet:
       yield UOp.const(0)
       return
@@ -214,7 +214,7 @@ class Kernel:
     self.wait = (self.wait[0].end(r),)
     self.turns //= size
   @contextlib.contextmanager
-  def cells(self, shape:tuple[int, ...], tall:bool) -> Iterator[tuple[UOp, UOp]]:
+  def cells(self, shape, tall):
     """All (i, j) of a shape; the inner loop runs along memory: along the columns of a tall matrix."""
     with self.loop(shape[tall]) as outer:
       with self.loop(shape[not tall]) as inner: yield (inner, outer) if tall else (outer, inner)
@@ -300,8 +300,7 @@ class Kernel:
       self.each(copy, m.f, m.leaves)
       return copy
     return self.memo(("copied", m), make)
-  def product(self, out:Stored, x:Stored, y:Stored, start:Matrix|None=None, scale:float=1.0, add:bool=False,
-              large:bool=False):
+  def product(self, out, x, y, start=None, scale=1.0, add=False, large=False):
     """out = start + scale x y, or out += scale x y.  Tiles of out stay in registers; the inner loop runs along the
     memory of out and of y.  large: factors that do not fit the caches are read in blocks, and a panel of y is copied to
     where its rows lie together."""
@@ -386,7 +385,7 @@ class Kernel:
       self.spread(e, s.grad)
     self.record(adjoint)
     return s
-  def sum(self, e:Matrix, axes:set[int]) -> Stored:
+  def sum(self, e, axes):
     """The sum over rows (axis 0), columns (axis 1) or both, whose length becomes 1."""
     if isinstance(e, Product): e = e.stored()
     out = self.new((1 if 0 in axes else e.shape[0], 1 if 1 in axes else e.shape[1]))
@@ -405,7 +404,7 @@ class Kernel:
     self.tape = outer
     for adjoint in reversed(tape): adjoint()
     self.memos.pop()
-  def scan(self, size:int, body:Callable, carry) -> Callable:
+  def scan(self, size, body, carry):
     """body(t, now, then) for every t: it reads the matrices `now` (at first: carry) and assigns `then`.  Returns t ->
     the matrices after t turns.  Under a tape all that a turn computes is kept for the adjoint.  A loop without a carry
     keeps nothing: its adjoint runs each turn again."""
@@ -974,9 +973,9 @@ def matrices(cfg:Rule, weights:Weights) -> Weights:
 
 def initial_state(cfg:Rule, weights:Weights, B:int, key_dim:int, like:Tensor|None=None) -> dict[str, Tensor]:
   """The state before the first token: M_0, S_0 = 0, position 0.  A flat dict of Tensors: "position" (); "M.*", "S.*"
-  (with momentum) and "base.*" (B,H,out,in); "k" and "v" (B,H,window-1,.), the keys and values that a window still
-  reaches. features=exp: "keys" (B,H,L,key_dim), the anchors' keys and then the tokens', and "*.u" (B,H,L,out), their
-  coefficients in place of the first layer.  Without anchors one entry belongs to no token, since no tensor is empty.
+  (with momentum), "low.*" and "base.*" (B,H,out,in); "k" and "v" (B,H,window-1,.), the keys and values that a window
+  still reaches.  features=exp: "keys" (B,H,L,key_dim), the anchors' keys and then the tokens', and "*.u" (B,H,L,out),
+  their coefficients in place of the first layer.  Without anchors one entry belongs to no token: no tensor is empty.
   like (B,...): where it is cut along B over several devices, so is the state."""
   M = matrices(cfg, weights)
   first = M.get("W1", M.get("W", M.get("u")))
@@ -986,8 +985,8 @@ def initial_state(cfg:Rule, weights:Weights, B:int, key_dim:int, like:Tensor|Non
   if like is None: like = Tensor.zeros(B, 1, dtype=dtypes.float, device=device)
   def zeros(*shape):
     return Tensor.zeros(*shape, dtype=dtypes.float, device=device).contiguous()
-  state = named("base", M) | named("M", M) | {f"low.{n}": m.zeros_like() for n, m in M.items()}
-  if cfg.momentum: state |= {f"S.{n}": m.zeros_like() for n, m in M.items()}
+  zero = {n: m.zeros_like() for n, m in M.items()}
+  state = named("base", M) | named("M", M) | named("low", zero) | (named("S", zero) if cfg.momentum else {})
   if expansion:
     keys = weights["anchor_k"]
     state["keys"] = keys if keys.shape[1] else zeros(H, 1, key_dim)
@@ -1044,7 +1043,7 @@ def checked_weights(cfg:Rule, weights:Weights, name:str, H:int, d:int, dv:int) -
 def checked_state(cfg:Rule, state:dict[str, Tensor], M:Weights, B:int, d:int, dv:int) -> dict[str, Tensor]:
   """The state, float32 but for its position.  ValueError where it belongs to another rule or another batch."""
   shapes:dict[str, tuple] = {}
-  for part in ("base", "M", "S") if cfg.momentum else ("base", "M"):
+  for part in ("base", "M", "low", "S") if cfg.momentum else ("base", "M", "low"):
     for n, w in M.items():
       shapes[f"{part}.{n}"] = (B, w.shape[0], None if n == "u" else w.shape[1], w.shape[2])
   if cfg.window > 1:
@@ -1145,7 +1144,7 @@ def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor
   if R:
     M, base = difference(M, R, -1), difference(base, R, -1)
     if state is not None:
-      M = {n: w + state[f"low.{n}"] if f"low.{n}" in state else w for n, w in M.items()}
+      M = {n: w + state[f"low.{n}"] for n, w in M.items()}
     if at_start: base = M
   before = Memory(R, base, M, S, state is None)
 

@@ -186,7 +186,6 @@ def iterate(steps:int, body:Callable, *carry:Any) -> tuple:
 
 def newton_schulz(S:Any, steps:int) -> Any:
   """Muon's U (Eq. 32): S (...,o,i) with its singular values brought near 1 by an odd polynomial, applied `steps` times.
-
   X_0 = S / sqrt(|S|^2 + 1e-14) keeps value and gradient finite at S = 0.  All iterates are p(A) X_0 with A = X_0 X_0^T,
   and polynomials of one matrix commute: where the sides differ enough to pay, only the small p and A are iterated."""
   if S.shape[-2] > S.shape[-1]: return newton_schulz(S.transpose(-1, -2).contiguous(), steps).transpose(-1, -2)
