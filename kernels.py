@@ -7,12 +7,12 @@ loop nests of them and their adjoints; dense products (`matmul`); the recurrence
 which takes one of the forms.
 """
 from __future__ import annotations
-import contextlib, functools, itertools, math, operator, os, sys
+import contextlib, functools, itertools, math, operator, os, sqlite3, sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, cast
 import numpy as np
-from tinygrad import Device, Tensor, UOp, codegen, dtypes
+from tinygrad import Device, Tensor, UOp, codegen, dtypes, helpers
 from tinygrad.codegen import to_program
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.jit import JitError
@@ -29,6 +29,14 @@ from rule import newton_schulz  # noqa: F401  # part of the interface, with phi,
 clang = Path(sys.executable).parent / "clang"
 if "CC" not in os.environ and clang.exists(): os.environ["CC"] = str(clang)
 
+@functools.cache
+def database() -> sqlite3.Connection:
+  """tinygrad's database of compiled kernels, open to all threads: a server answers in threads of its own."""
+  os.makedirs(os.path.dirname(helpers.CACHEDB), exist_ok=True)
+  connection = sqlite3.connect(helpers.CACHEDB, 60, isolation_level="IMMEDIATE", check_same_thread=False)
+  connection.execute("PRAGMA journal_mode=WAL").fetchone()
+  return connection
+vars(helpers)["db_connection"] = database
 # *** matrices inside a kernel ***
 
 @functools.cache
@@ -77,8 +85,6 @@ class Matrix:
     return -other + self if isinstance(other, Product) else self.map(lambda x, y: x - y, other)
   def __mul__(self, other):
     return self.map(lambda x, y: x * y, other)
-  def __truediv__(self, other):
-    return self.map(lambda x, y: x / y, other)
   def __neg__(self): return self * -1.0
   def __radd__(self, other): return self + other
   def __rsub__(self, other): return -self + other
@@ -91,12 +97,8 @@ class Matrix:
     return Product(self.kernel, self.stored(), other.stored())
   def square(self): return self ** 2
   def rsqrt(self): return self.map(lambda x: 1 / x.sqrt())
-  def exp(self):
-    return self.map(lambda x: (x * (1 / math.log(2))).exp2())
   def minimum(self, other):
     return self.map(lambda x, y: x.minimum(y), other)
-  def maximum(self, other):
-    return self.map(lambda x, y: x.maximum(y), other)
   def sigmoid(self): return self.kernel.sigmoid(self)
   def sum(self, axis=(-2, -1), keepdim=False):
     axes = {n % 2 for n in ((axis,) if isinstance(axis, int) else axis)}

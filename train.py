@@ -141,12 +141,7 @@ def open_cache() -> None:
   process does without it."""
   try:
     refuse(CACHEDB.startswith(os.path.abspath("~")), "there is no home folder")
-    if CACHELEVEL and helpers._db_connection is None:
-      os.makedirs(os.path.dirname(CACHEDB), exist_ok=True)
-      connection = sqlite3.connect(CACHEDB, 60, isolation_level="IMMEDIATE", check_same_thread=False)
-      connection.execute("PRAGMA journal_mode=WAL").fetchone()
-      vars(helpers)["_db_connection"] = connection
-    fault = helpers.db_connection().execute("PRAGMA quick_check(1)").fetchone()[0] if CACHELEVEL else "ok"
+    fault = kernels.database().execute("PRAGMA quick_check(1)").fetchone()[0] if CACHELEVEL else "ok"
     refuse(fault != "ok", fault)
     helpers.diskcache_put("atlas_check", "written", True)
   except (sqlite3.Error, OSError, ValueError) as e:
