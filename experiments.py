@@ -197,7 +197,8 @@ def recalled(fields:dict, sizes:tuple, trials:int, seeds:int, d:int=16) -> np.nd
       keys, ones = batch(pairs.keys), np.ones((len(STEPS), H, T))
       eta = ones * pairs.writes * np.reshape(STEPS, (-1, 1, 1)) / largest
       inputs = keys, keys * length, batch(pairs.values), ones, ones, eta, np.ones((*ones.shape, cfg.window))
-      state = {} if exp else {name: z.clone() for name, z in empty.items()}
+      read.reset()                                       # an initial state and a later one are laid out differently
+      state = {} if exp else {name: z.clone().realize() for name, z in empty.items()}
       for t in range(0, T, call): state = read(state, *[tensor(x[:, :, t:t + call]) for x in inputs])
       outputs = kernels.recall(cfg, weights, state, tensor(batch(pairs.queries * length))).numpy()
       nearest = (outputs @ pairs.targets.swapaxes(-1, -2)).argmax(-1)      # all values have length 1
