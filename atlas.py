@@ -30,7 +30,7 @@ from typing import cast
 import numpy as np
 from tinygrad import Tensor, dtypes
 import data, kernels, rule
-from rule import sizes
+from rule import named, part_of, sizes
 
 State = dict[str, Tensor]                                # flat: "0.memory.M.W1" is a matrix of block 0's memory
 Mixed = tuple[Tensor, State, Tensor]                     # what a mixer returns: y (B,T,.), the state after it, mean eta
@@ -215,7 +215,7 @@ def layout(cfg:Config) -> Layout:
   """Every parameter: name -> (shape, initial values).  A float is the standard deviation of normal noise, an array the
   values themselves.  Matrices are (out, in).  Nothing large is allocated: a size can be counted before it is built."""
   table: Layout = {"embed": ((cfg.vocab, cfg.dim), cfg.dim ** -0.5), "norm": _ones(cfg.dim)}
-  for i in range(cfg.layers): table |= prefixed(f"layers.{i}", _block_layout(cfg))
+  for i in range(cfg.layers): table |= named(f"layers.{i}", _block_layout(cfg))
   return {name: row for name, row in table.items() if 0 not in row[0]}
 
 def _ones(n): return (n,), np.ones(1)
@@ -244,7 +244,7 @@ def _block_layout(cfg:Config) -> Layout:
   else: attention |= {"norm": _ones(dim), "out": out if cfg.mixer == "mal" else context}
   if cfg.mixer == "mac": attention |= {"read_q": _dense(H * d, dim), "read_norm": _ones(dv), "read_out": context}
   if cfg.mixer == "mac" and has_residual(cfg): attention["read_skip"] = _ones(dv)
-  return table | prefixed("attention", attention)
+  return table | named("attention", attention)
 
 def parts(cfg:Config) -> dict[str, int]:
   """Number of parameters by part of the model, and in all ("total")."""
@@ -291,12 +291,9 @@ def split_heads(cfg:Config, z:Tensor, keys:int=2) -> list[Tensor]:
   return [heads_of(cfg, x) for x in z.split([cfg.heads * cfg.key_dim] * keys + [cfg.heads * cfg.value_dim], dim=-1)]
 
 # A state is None before the first token.  Its parts (a block, a memory) have prefixes; the position is common to them.
-def prefixed(name:str, table:dict) -> dict: return {f"{name}.{key}": x for key, x in table.items()}
-def inside(name:str, table:dict) -> dict:
-  return {key.removeprefix(f"{name}."): x for key, x in table.items() if key.startswith(f"{name}.")}
 def position_of(state:State|None) -> Tensor: return state["position"] if state else Tensor(0, dtype=dtypes.int32)
 def part(state:State|None, name:str) -> State|None:
-  return state and {"position": state["position"]} | inside(name, state)
+  return state and {"position": state["position"]} | part_of(state, name)
 
 # *** the memory behind its projections ***
 def causal_conv(x:Tensor, w:Tensor, tail:Tensor|None) -> tuple[Tensor, Tensor]:
@@ -456,13 +453,13 @@ def mag_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
   m, memory, eta = memory_heads(p, cfg, x, part(state, "memory"))
   y, cache = attention_heads(p["attention"], cfg, x, part(state, "attention"))
   y = rms_norm(y, p["attention"]["norm"]) * rms_norm(m, p["attention"]["memory_norm"]).silu()
-  return linear(cfg, y, p["out"]), prefixed("memory", memory) | prefixed("attention", cache), eta
+  return linear(cfg, y, p["out"]), named("memory", memory) | named("attention", cache), eta
 def mal_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
   """Memory as layer: attention reads the memory's normalised output."""
   m, memory, eta = memory_heads(p, cfg, x, part(state, "memory"))
   x = rms_norm(linear(cfg, m, p["out"]), p["attention"]["norm"])
   y, cache = attention_heads(p["attention"], cfg, x, part(state, "attention"))
-  return linear(cfg, y, p["attention"]["out"]), prefixed("memory", memory) | prefixed("attention", cache), eta
+  return linear(cfg, y, p["attention"]["out"]), named("memory", memory) | named("attention", cache), eta
 
 def first_context(p:dict, cfg:Config, x:Tensor) -> State:
   """The state of mac_mixer before the first token.  It is stored: the first segment needs no kernels of its own."""
@@ -487,7 +484,7 @@ def segment(p:dict, cfg:Config, inputs:list[Tensor], place:Place, position:Tenso
   place, position, phase: tokens before them in the segment, in the stream and in the memory's chunk.
   Returns y (B,n,dim), the attention's output; m (B,n,H*value_dim), the memory's output for y; eta; the next context."""
   (read, q, x_k, x_v), attention = inputs, p["attention"]
-  memory, start, cache = [inside(name, context) for name in ("memory", "start", "cache")]
+  memory, start, cache = [part_of(context, name) for name in ("memory", "start", "cache")]
   start = start_memory(memory, start, place)
   h_k, h_v = read_context(p, cfg, start, read)
   new = {"h_k": h_k, "h_v": h_v, "x_k": x_k, "x_v": x_v}
@@ -496,7 +493,7 @@ def segment(p:dict, cfg:Config, inputs:list[Tensor], place:Place, position:Tenso
   y = softmax_attention(q, k, v, place, persistent(attention, cfg), runs=2)
   y = rms_norm(linear(cfg, joined(y), attention["out"]), attention["norm"])
   m, memory, eta = memory_heads(p, cfg, y, {"position": position} | memory, phase)
-  return [y, m, eta, prefixed("memory", memory) | prefixed("start", start) | prefixed("cache", cache)]
+  return [y, m, eta, named("memory", memory) | named("start", start) | named("cache", cache)]
 
 def mac_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
   """Memory as context, segment by segment of attn_window tokens.  For token i, h_i is read from the memory at the
@@ -542,7 +539,7 @@ def hidden(params:dict, cfg:Config, tokens:Tensor, state:State|None=None) -> Mix
   after, etas = {"position": (position_of(state) + sizes(tokens)[1]).clone(x.device)}, []
   for i in range(cfg.layers):
     x, block_state, eta = block(params["layers"][str(i)], cfg, x, part(state, str(i)))
-    after |= prefixed(str(i), block_state)
+    after |= named(str(i), block_state)
     etas.append(eta)
   return rms_norm(x, params["norm"]), after, Tensor.stack(*etas).mean()
 
