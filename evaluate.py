@@ -270,13 +270,13 @@ def likelihoods(params:dict, cfg:atlas.Config, rows:list[tuple[bytes, bytes]], b
   piece = 1 << 62 if atlas.growing(cfg) else -(-PIECE // aligned(cfg)) * aligned(cfg)
   def measured(x, y, state=None):
     logits, after = atlas.forward(params, cfg, x, state)
-    greedy = ((logits.argmax(-1) == y) | (y < 0)).min(1)
-    return atlas.token_losses(logits, y).sum(1).realize(), greedy.realize(), after
+    likeliest = ((logits.argmax(-1) == y) | (y < 0)).min(1)
+    return atlas.token_losses(logits, y).sum(1).realize(), likeliest.realize(), after
   first, more = TinyJit(measured), TinyJit(measured)
   rows = [(context or b"\n", continuation) for context, continuation in rows]
   sizes = [max(64, 1 << (len(b"".join(row)) - 2).bit_length()) for row in rows]
   sizes = [size if size <= piece else -(-size // piece) * piece for size in sizes]
-  results = [(0.0, False)] * len(rows)
+  nats, greedy = np.zeros(len(rows)), np.ones(len(rows), bool)
   with tqdm(total=len(rows), desc="reading", unit="row", leave=False) as bar:
     for size in sorted(set(sizes)):
       alike = [i for i, s in enumerate(sizes) if s == size]
@@ -288,15 +288,15 @@ def likelihoods(params:dict, cfg:atlas.Config, rows:list[tuple[bytes, bytes]], b
           ids, start = np.frombuffer(b"".join(rows[i]), np.uint8), len(rows[i][0])
           x[row, :len(ids) - 1] = ids[:-1]
           y[row, start - 1:len(ids) - 1] = ids[start:]
-        nats, greedy, state = np.zeros(batch), np.ones(batch, bool), dict[str, Tensor]()
+        state: dict[str, Tensor] = {}
         for here in range(0, size, piece):
           part = [Tensor(np.ascontiguousarray(z[:, here:here + piece])) for z in (x, y)]
           lost, likeliest, after = more(*part, state) if here else first(*part)
-          nats, greedy = nats - lost.numpy(), greedy & likeliest.numpy().astype(bool)
+          nats[some] -= lost.numpy()[:len(some)]
+          greedy[some] &= likeliest.numpy()[:len(some)].astype(bool)
           state = {n: z.clone().realize() for n, z in after.items()}       # the next call may write over these
-        for row, i in enumerate(some): results[i] = float(nats[row]), bool(greedy[row])
         bar.update(len(some))
-  return results
+  return list(zip(nats.tolist(), greedy.tolist()))
 
 # *** question files ***
 def _are_texts(x:Any, least:int=1) -> bool:
@@ -409,7 +409,7 @@ def check_plot(out:Path) -> None:
     raise ValueError("mode=plot draws with matplotlib: pip install '.[plot]' (or pip install matplotlib)") from None
 
 def smooth(points:list, parts:int) -> tuple[np.ndarray, np.ndarray, int]:
-  """Means of as many points as a part of them has, above the last one of each mean; and how many that is."""
+  """Running means over one part of the points: the last x of each, the means, and the number of points in one."""
   (x, y), width = np.array(points, float).T, max(1, len(points) // parts)
   return x[width - 1:], np.convolve(y, np.ones(width) / width, "valid"), width
 def plot(out:Path) -> None:

@@ -4,8 +4,7 @@ Without arguments it trains the small `atlas` preset on the source text of Pytho
 from __future__ import annotations
 import csv, functools, hashlib, inspect, itertools, json, math, multiprocessing, os, pickle, platform, re, shutil
 import signal, sqlite3, subprocess, sys, tempfile
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from os.path import expanduser
@@ -14,9 +13,9 @@ from time import perf_counter
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 import tinygrad
-from tinygrad import Context, Device, Tensor, TinyJit, UOp, helpers
+from tinygrad import Context, Device, Tensor, TinyJit, UOp
 from tinygrad.device import Buffer
-from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, ContextVar, GlobalCounters
+from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, ContextVar, GlobalCounters, diskcache_put
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
@@ -111,7 +110,7 @@ def attempt(compute:Callable, fault:str, advice:str) -> None:
   try:
     with Context(CACHELEVEL=0): assert compute() == [3.0, 5.0]
   except Exception as e: raise ValueError(f"{fault} ({reason(e)}): {advice}") from None
-def odd(device:str|None=None) -> Any: return (Tensor([1.0, 2.0], device=device) * 2 + 1).tolist()
+def computed(device:str|None=None) -> Any: return (Tensor([1.0, 2.0], device=device) * 2 + 1).tolist()
 
 def check_parts(run:Run) -> None:
   """Raises ValueError unless a batch can be taken in parts, and each part be shared by devices that exist."""
@@ -123,7 +122,7 @@ def check_parts(run:Run) -> None:
   refuse(run.devices > MOST_DEVICES, f"devices={run.devices} is too large: take {MOST_DEVICES} or less")
   check_divides("devices", run.devices, "batch/accum", run.batch // run.accum)
   for i, name in enumerate(device_names(run)[1:], 1):
-    attempt(lambda: odd(name), f"devices={run.devices}: {name} cannot be used", f"take devices={i}")
+    attempt(lambda: computed(name), f"devices={run.devices}: {name} cannot be used", f"take devices={i}")
 def listed(run:Run) -> tuple[list[str], list[int]]:
   """The presets and lengths of a bench.  ValueError names what is wrong."""
   names, lengths = (run.presets or run.preset).split(","), (run.lengths or str(run.length)).split(",")
@@ -142,7 +141,7 @@ def open_cache() -> None:
     refuse(CACHEDB.startswith(os.path.abspath("~")), "there is no home folder")
     fault = kernels.database().execute("PRAGMA quick_check(1)").fetchone()[0] if CACHELEVEL else "ok"
     refuse(fault != "ok", fault)
-    helpers.diskcache_put("atlas_check", "written", True)
+    diskcache_put("atlas_check", "written", True)
   except (sqlite3.Error, OSError, ValueError) as e:
     CACHELEVEL.value, os.environ["CACHELEVEL"] = 0, "0"  # here, and in the processes that compile
     warn(f"warning: tinygrad's cache {CACHEDB} cannot be used ({reason(e)}): every kernel is compiled anew; "
@@ -154,7 +153,7 @@ def check_device() -> None:
     word, advice = os.environ.get(name) or "float32", "the types of tensors, float32 and int32 here: unset it"
     refuse(word.lower() not in ("float32", "int32"), f"{name}={word} changes {advice}")
   open_cache()
-  attempt(odd, "no usable tinygrad device", "for the CPU install clang (pip install '.[cpu]' or apt-get install clang),"
+  attempt(computed, "no usable tinygrad device", "for the CPU install clang (pip install '.[cpu]' or apt-get install clang),"
           " or name another, DEV=CUDA for example")
   if kernels.on_cpu(Device.DEFAULT):
     version = subprocess.run([os.environ.get("CC", "clang"), "--version"], capture_output=True, text=True).stdout
@@ -258,9 +257,8 @@ class Log:
     rows = csv.reader(path.open() if step and path.exists() else [])
     kept = [row for row in rows if len(row) == len(LOG) and row[0].isdecimal() and int(row[0]) <= step]
     evaluate.write_rows(path, LOG, kept[:-1])
-    self.file, self.row = path.open("a", newline=""), list[str]()
+    self.file, self.row, self.seconds = path.open("a", newline=""), list[str](), float(kept[-1][-1]) if kept else 0.0
     if kept: self.write(kept[-1])
-    self.seconds = float(self.row[-1]) if kept else 0.0
   def write(self, row:list[str]) -> None:
     self.row, self.start = row, self.file.tell()
     csv.writer(self.file).writerow(row)
@@ -419,7 +417,7 @@ class Stop:
   def handle(self, *_) -> None:
     at_once, self.asked = self.asked or self.compiling, True
     line = b"\nstopping\n" if at_once else b"\nstopping after this step; once more stops at once\n"
-    with suppress(OSError): os.write(2, line)           # a signal may come in the middle of a print
+    with suppress(OSError): os.write(2, line)            # a signal may come in the middle of a print
     if at_once: raise KeyboardInterrupt
   def __enter__(self) -> Stop:
     hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)
@@ -435,7 +433,7 @@ class Job(NamedTuple):
   run: Run
   cfg: Config
   source: Source|None = None
-  start: Saved|None = None               # the checkpoint to continue, sample or evaluate
+  start: Saved|None = None                    # the checkpoint to continue, sample or evaluate
   params: dict|None = None                    # the weights of start or init_from
   prompt: tuple[int, ...] = ()
   check_band: bool = False
@@ -607,7 +605,7 @@ def bench(run:Run, model:dict) -> None:
       if kernels.on_cpu(Device.DEFAULT) and estimate > available: raise MemoryError
       with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         row += pool.submit(bench_row, run, cfg, length).result()
-    except (MemoryError, BrokenProcessPool): row += ["does not fit", *[""] * 8]
+    except (MemoryError, BrokenExecutor): row += ["does not fit", *[""] * 8]
     rows.append(row)
     evaluate.write_rows(path, COLUMNS, rows)
     print("  ".join(f"{x!s:>12s}" for x in row), flush=True)
