@@ -153,8 +153,8 @@ def check_device() -> None:
     word, advice = os.environ.get(name) or "float32", "the types of tensors, float32 and int32 here: unset it"
     refuse(word.lower() not in ("float32", "int32"), f"{name}={word} changes {advice}")
   open_cache()
-  attempt(computed, "no usable tinygrad device", "for the CPU install clang (pip install '.[cpu]' or apt-get install clang),"
-          " or name another, DEV=CUDA for example")
+  attempt(computed, "no usable tinygrad device", "for the CPU install clang (pip install '.[cpu]' or apt-get install "
+          "clang), or name another, DEV=CUDA for example")
   if kernels.on_cpu(Device.DEFAULT):
     version = subprocess.run([os.environ.get("CC", "clang"), "--version"], capture_output=True, text=True).stdout
     if line := slow_compiler(version): warn(line)
@@ -730,11 +730,6 @@ def imported(run:Run, cfg:Config) -> dict:
   for name, x in asdict(cfg).items():
     if x != before[name]: print(f"warning: {name}={x} here, and {path} was made with {name}={before[name]}")
   return params
-def export(path:Path, params:dict, start:Saved) -> None:
-  """Writes the weights, by the names of atlas.layout, with the settings, for atlas.load."""
-  weights = {n: w for n, w in get_state_dict(params).items() if not n.startswith("decoder.")}
-  atlas.save(path, weights, {n: start.meta[n] for n in ("config", "text", "step")})
-  print(f"written to {path}, {path.stat().st_size / 1e6:.1f} MB, of {start.path}: atlas.load(path) reads it")
 
 def perform(job:Job, own:dict, model:dict) -> int:
   """What the command line asks for, once it is known to be sound.  Returns the exit code."""
@@ -748,7 +743,10 @@ def perform(job:Job, own:dict, model:dict) -> int:
     params = params or atlas.filled(layout(run, cfg), run.seed)
     with Stop() as stop, run_folder(Path(run.out), start): return train(job._replace(params=params), stop)
   elif start and params:
-    if run.mode == "export": export(Path(run.out) / "weights.safetensors", params, start)
+    if run.mode == "export":
+      path, flat = Path(run.out) / "weights.safetensors", get_state_dict(params)
+      atlas.save(path, {n: flat[n] for n in atlas.layout(cfg)}, {n: start.meta[n] for n in ("config", "text", "step")})
+      print(f"written to {path}, {path.stat().st_size / 1e6:.1f} MB, of {start.path}: atlas.load(path) reads it")
     elif job.lines: evaluate.evaluate_lines(params, cfg, *job.lines, run.batch)
     elif isinstance(source, Task):
       score = evaluate.scorer(params, cfg, source, run.batch, run.seed)
