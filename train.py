@@ -211,7 +211,7 @@ def newest(out:Path) -> Saved:
 class Taken(ValueError): pass
 @contextmanager
 def held(out:Path) -> Iterator[None]:
-  """Keeps other runs out of a folder, or raises Taken.  A lock of the folder itself moves with it and ends with us."""
+  """Keeps other runs out of a folder, or raises Taken.  The lock is on the folder, so it moves with it and leaves no file."""
   with ExitStack() as stack:
     if fcntl:
       folder = os.open(out, os.O_RDONLY)
