@@ -211,7 +211,7 @@ def newest(out:Path) -> Saved:
 class Taken(ValueError): pass
 @contextmanager
 def held(out:Path) -> Iterator[None]:
-  """Keeps other runs out of a folder, or raises Taken.  The lock is on the folder, so it moves with it and leaves no file."""
+  """Keeps other runs out of a folder, or raises Taken.  The folder itself is locked, so the lock moves with it."""
   with ExitStack() as stack:
     if fcntl:
       folder = os.open(out, os.O_RDONLY)
@@ -374,7 +374,7 @@ def cache_key(run:Run, cfg:Config) -> str:
   sizes, factors = (run.batch, run.accum, run.devices, run.length), (run.weight_decay, run.clip)
   modules = [Path(p) for p in (rule.__file__, kernels.__file__, atlas.__file__, evaluate.__file__, __file__)]
   sources = b"".join(p.read_bytes() for p in (*modules, *sorted(Path(tinygrad.__path__[0]).rglob("*.py"))))
-  names = {*ContextVar._cache, *re.findall(r"getenv\(f?[\"'](\w+)", sources.decode())}
+  names = {*ContextVar._cache, *re.findall(r"getenv\(f?[\"'](\w+)", sources.decode(errors="replace"))}
   variables = {name: (os.environ.get(name), getattr(ContextVar._cache.get(name), "value", None))
                for name in sorted(names - {"DEBUG", "CACHELEVEL", "CACHEDB"})}
   compiler = shutil.which(os.environ.get("CC", "clang")) or ""
