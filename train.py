@@ -374,7 +374,7 @@ def cache_key(run:Run, cfg:Config) -> str:
   sizes, factors = (run.batch, run.accum, run.devices, run.length), (run.weight_decay, run.clip)
   modules = [Path(p) for p in (rule.__file__, kernels.__file__, atlas.__file__, evaluate.__file__, __file__)]
   sources = b"".join(p.read_bytes() for p in (*modules, *sorted(Path(tinygrad.__path__[0]).rglob("*.py"))))
-  names = {*ContextVar._cache, *re.findall(r"getenv\(f?[\"'](\w+)", sources.decode(errors="replace"))}
+  names = {*ContextVar._cache, *map(bytes.decode, re.findall(rb"getenv\(f?[\"'](\w+)", sources))}
   variables = {name: (os.environ.get(name), getattr(ContextVar._cache.get(name), "value", None))
                for name in sorted(names - {"DEBUG", "CACHELEVEL", "CACHEDB"})}
   compiler = shutil.which(os.environ.get("CC", "clang")) or ""
