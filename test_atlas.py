@@ -25,6 +25,7 @@ from tinygrad.uop.ops import Ops
 gc.set_threshold(100_000, 20, 100)       # Graphs are many objects that live long: searching them often costs time.
 slow, runs, devices = pytest.mark.slow, pytest.mark.runs, pytest.mark.devices
 cases, rng = pytest.mark.parametrize, np.random.default_rng
+def marked(mark, *values): return [pytest.param(value, marks=mark) for value in values]
 worst: dict[str, float] = {}
 
 def output(command, **fields):
@@ -260,7 +261,7 @@ def in_pieces(cfg, W, x, sizes, toward=None):
     start += size
   return Tensor.cat(*ys, dim=2), variables
 @cases("case", ["mlp-poly-l2-muon_every-3-4", "linear-identity-dot-gd-1-4", "mlp-exp-l2-momentum-3-4",
-                pytest.param("gated-poly-l2-momentum-3-4", marks=runs)])
+                *marked(runs, "gated-poly-l2-momentum-3-4")])
 def test_forgetting_leads_to_where_it_is_told_also_in_pieces(case):
   """The second call starts inside a chunk. The test of gradients has the same in one call."""
   W, x = problem(from_case(case), T=11)
@@ -293,7 +294,7 @@ def slopes(loss, x):
 
 GRADIENT_CASES = ["mlp-poly-l2-muon-3-4", "gated-poly-l2-momentum-2-3", "mlp-identity-dot-gd-5-2",
                   "linear-poly-l2-muon_every-1-4", "mlp-exp-l2-momentum-3-4", "linear-exp-dot-gd-2-3"]
-@cases("case", [*GRADIENT_CASES, *[pytest.param(case, marks=slow) for case in PAIRWISE]])
+@cases("case", GRADIENT_CASES + marked(slow, *PAIRWISE))
 def test_gradients_are_the_finite_differences_of_the_oracle(case):
   """Forgetting leads to a second memory, whose gradients are checked as well."""
   cfg, sizes = from_case(case), dict(H=1, T=7, d=2, dv=2, hidden=3)
@@ -329,8 +330,8 @@ def gradients_in_pieces(cfg, W, x, sizes):
   gradients = y.sin().sum().gradient(*variables)
   Tensor.realize(*gradients)
   return [g.numpy() for g in gradients]
-@cases("case", ["linear-identity-l2-momentum-3-4", pytest.param("mlp-identity-l2-momentum-3-4", marks=runs),
-                pytest.param("mlp-exp-l2-momentum-3-4", marks=slow)])
+@cases("case", ["linear-identity-l2-momentum-3-4", *marked(runs, "mlp-identity-l2-momentum-3-4"),
+                *marked(slow, "mlp-exp-l2-momentum-3-4")])
 def test_gradients_flow_through_the_state_in_every_form(case):
   """Two calls, the second starting inside a chunk: gradients flow back through base, M, S and the window's tail."""
   W, x = problem(from_case(case), T=12, d=2, dv=2)
@@ -645,11 +646,12 @@ def test_jit_equals_eager(name):
   assert np.array_equal(m.captured, m.replayed) and record("jit against eager", relative(m.replayed, m.eager)) < 1e-6
 @presets("linear_attention", "titans", "atlas", "transformer++", "swa", "atlas_mag", "titans_mac", rest=runs)
 def test_a_stream_may_be_cut_anywhere(name):
-  """After one token, inside a chunk, at a border, and token by token in a jitted step; the state keeps its size."""
+  """After one token, inside a chunk, at a border also in a jitted call, and token by token in a jitted step; the state
+  keeps its size."""
   m = model(name)
   logits, state = m.anywhere(m.tokens[:, :1])
   inside, _ = m.anywhere(m.tokens[:, 1:T + 1], state)
-  border, _ = m.more(m.tokens[:, T:], m.state)
+  for _ in range(3): border, _ = m.more(m.tokens[:, T:], m.state)              # the third replays what was captured
   steps, shapes = [logits], []
   for t in range(1, 2 * T):
     logits, state = m.step(m.tokens[:, t:t + 1], state)
@@ -661,26 +663,16 @@ def test_a_stream_may_be_cut_anywhere(name):
     assert record(f"streamed against at once, {kind}", relative(result, expected)) < bound
   assert all(after == shapes[0] for after in shapes)
   assert int(state["position"].item()) == 2 * T
-@presets("titans", "swa")
-def test_a_jitted_call_of_whole_chunks_streams(name):
-  m = model(name)
-  state = eager_state = m.state
-  for n in range(3):                     # the third is a replay
-    tokens = random_tokens(4, T, seed=n)
-    logits, state = m.more(tokens, state)
-    expected, eager_state = m.anywhere(tokens, eager_state)
-    assert relative(logits, expected) < 1e-5
-@presets("titans", "transformer++")
+@presets("titans", "transformer++", rest=slow)
 def test_a_sample_is_what_reading_the_context_anew_for_every_token_gives(name, capsys):
-  m, tokens = model(name), [1, 2, 3]
-  evaluate.sample(m.params, m.cfg, tokens, False, tokens=T - 3, temperature=0.0)
-  while len(tokens) < T:
-    context = np.zeros((4, T), np.int32)
-    context[:, :len(tokens)] = tokens
-    logits, _ = m.first(context)
-    tokens = [*tokens, int(logits[0, len(tokens) - 1].argmax())]
-  assert capsys.readouterr().out.splitlines()[1] == ",".join(map(str, tokens))
-  assert len(set(tokens)) > 3
+  """Two chunks and a token are read before.  `speaker` generates bytes, `sample` also numbers."""
+  m, n = model(name), 17
+  prompt, context = m.tokens[:1, :n], m.tokens[:, :T].copy()
+  evaluate.sample(m.params, m.cfg, prompt[0].tolist(), False, tokens=T - n, temperature=0.0)
+  for t in range(n, T): context[:, t] = m.first(context)[0][0, t - 1].argmax()
+  assert capsys.readouterr().out.splitlines()[1] == ",".join(map(str, context[0])) and len(set(context[0, n:])) > 1
+  answer = bytes(context[0, n:].tolist()).split(b"\n")[0].decode()
+  assert evaluate.speaker(m.params, m.cfg)(prompt.astype(np.uint8), T - n) == [answer]
 @pytest.mark.xdist_group("titans")
 def test_layers_keep_their_own_states_and_a_state_is_never_changed_in_place():
   m = Model(small("titans", layers=2))
@@ -723,7 +715,7 @@ def test_an_expansion_goes_into_a_hybrid(mixer):
     logits, *state = m.anywhere(m.tokens[:, start:end], *state)
     result.append(logits)
   assert relative(np.concatenate(result, 1), m.eager[:, :14]) < 1e-5
-@cases("name", ["linear_attention", "deltanet", "ttt", pytest.param("dot", marks=runs)])
+@cases("name", ["linear_attention", "deltanet", "ttt", *marked(runs, "dot")])
 def test_without_a_forget_gate_nothing_fades_up_to_the_horizon_and_what_is_far_beyond_is_gone(name):
   tokens = random_tokens(2, 168)
   tokens[1, 8:] = tokens[0, 8:]          # two beginnings, then 20 horizons of the same
@@ -764,12 +756,13 @@ for name in ("linear_attention", "titans_mac", "transformer++"):
   assert {z.dtype for z in (first, second, loss, *state.values())} == {dtypes.float32, dtypes.int32}
   print(name, *[z.numpy().tobytes().hex() for z in (first, second, loss)])
 """
-@cases("setting", ["DEFAULT_FLOAT=HALF", *[pytest.param(x, marks=runs) for x in ("DEFAULT_FLOAT=DOUBLE",
-                                            "DEFAULT_INT=INT64")]])
-def test_default_types_of_tinygrad_change_no_bit(setting):
-  def printed(*settings):
-    return output(["env", *settings, sys.executable, "-c", PRINTS_LOGITS], cwd=Path(__file__).parent)
-  assert printed(setting) == printed()
+@functools.cache
+def printed(*settings): return output(["env", *settings, sys.executable, "-c", PRINTS_LOGITS], cwd=Path(__file__).parent)
+
+@pytest.mark.xdist_group("types")
+@cases("setting", ["DEFAULT_FLOAT=HALF", *marked(runs, "DEFAULT_FLOAT=DOUBLE", "DEFAULT_INT=INT64")])
+def test_default_types_of_tinygrad_change_no_bit(setting): assert printed(setting) == printed()
+
 @cases("name", ["titans_mac", "transformer++"])
 @cases("dtype", [dtypes.half, dtypes.double, dtypes.bfloat16], ids=str)
 def test_parameters_of_another_precision_are_used_as_float32(name, dtype):
@@ -1093,7 +1086,7 @@ def test_several_devices_take_the_same_steps_as_one(name):
   def on(n): return trained(name, noise(2), devices=n, accum=n, backend="ops", **windows(name, 8))
   agree("two devices against one", on(2), on(1), 1e-3 if small(name).optimizer == "muon" else 1e-4)
 @pytest.mark.xdist_group("linear_attention")
-@cases("name", ["linear_attention", pytest.param("titans", marks=runs)])
+@cases("name", ["linear_attention", *marked(runs, "titans")])
 def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learns(name):
   full, half = [trained(name, noise(12), dtype=dtype) for dtype in ("float32", "bfloat16")]
   assert 0 < np.abs(half.losses / full.losses - 1).max() < 0.02
