@@ -677,13 +677,13 @@ class Layout:
     self.starts = {name: sum(sizes[:n]) for n, (name, _, _) in enumerate(weights)}
   def views(self, kernel:Kernel, buffer:UOp|None, start, grads:UOp|None=None, grad_start:Any=0) -> dict[str, Stored]:
     """The matrices of a row that begins at `start` of a buffer, and their gradients in `grads`."""
-    views = {}
-    for name, o, i in self.weights:
-      (R, C), at = (i, o) if i >= o else (o, i), self.starts[name]
-      grad = None if grads is None else Stored(kernel, grads, (R, C), grad_start + at, C)
-      m = Stored(kernel, buffer, (R, C), start + at, C, 1, grad)
-      views[name] = m.transpose() if i >= o else m
-    return views
+    row = (1, self.M_size)
+    grad = None if grads is None else Stored(kernel, grads, row, grad_start, self.M_size)
+    return self.parts(Stored(kernel, buffer, row, start, self.M_size, 1, grad))
+  def parts(self, row:Stored) -> dict[str, Stored]:
+    """The matrices in a row."""
+    def part(name, o, i): return row.view((o, i), self.starts[name], *((1, o) if i >= o else (i, 1)))
+    return {w[0]: part(*w) for w in self.weights}
   def pack(self, parts:list[Weights]) -> Tensor:
     """Dicts of (heads,o,i) -> (heads, numbers); columns are padded with zeros to the number that the layout has for
     them."""
@@ -777,23 +777,31 @@ def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, state
       kernel.assign(then[2], theta * now[2].map(lambda x: first.where(0.0, x)) + inputs.band.block(t, 1))
     widths = (1, 1, inputs.band.shape[1]) if cfg.momentum else (1,)
     zeros = [kernel.filled((1, n), 0.0) for n in widths]
-    rows = [m.block(0, b) for m in kernel.scan(b, token, zeros)(1)]
-    kept_M = rows[0]
-    if cfg.momentum: kept_S, weights = rows[1:]
-  names, window = list(M), every + cfg.window - 1
+    of_token = [m.block(0, b) for m in kernel.scan(b, token, zeros)(1)]
+    kept_M = of_token[0]
+    if cfg.momentum: kept_S, weights = of_token[1:]
+  lay, window = Layout(cfg, tuple((n, m.shape[0], m.shape[1]) for n, m in M.items())), every + cfg.window - 1
+  alike = [[n for n, _, _ in same] for _, same in itertools.groupby(lay.weights, lambda w: w[1:])]       # in shape
+  def row(part): return next(iter(part.values())).view((1, lay.M_size), 0, lay.M_size, 1)
+  def step(s, u, n, *_):
+    """U of the n-th of the matrices that lie one behind the other from s on."""
+    s, u = [m.view(m.shape, n * (m.shape[0] * m.shape[1]), m.rows, m.cols) for m in (s, u)]
+    kernel.assign(u, STEPS[cfg.optimizer].direction(s, cfg))
   def group(g, now, then):
     t = g * every + every - 1                              # the token that takes the step
-    for n, (u, x) in enumerate(inputs.factors.values()):
+    S_row = then[1] if cfg.momentum else kernel.new((1, lay.M_size))
+    U_row = kernel.new((1, lay.M_size))
+    S, U = lay.parts(S_row), lay.parts(U_row)
+    for n, (u, x) in inputs.factors.items():
       w = weights.block(t, 1, g * every, window).transpose()
       s = (w * u.block(g * every, window)).stored().transpose() @ x.block(g * every, window)
-      if cfg.momentum:
-        s = kernel.assign(then[len(M) + n], s + kept_S.block(t, 1) * now[len(M) + n])
-      U = STEPS[cfg.optimizer].direction(s.stored(), cfg)
-      kernel.assign(then[n], kept_M.block(t, 1) * now[n] - inputs.eta.block(t, 1) * U)
-  after = kernel.scan(b // every, group, [*M.values(), *S.values()])
-  fading = kernel.new((b + every, 1))
-  out = kernel.new((b + every, inputs.y.shape[1]))
-  kernel.assign(fading, Matrix(kernel, fading.shape, (), lambda i, j: 1.0))
+      kernel.assign(S[n], s + kept_S.block(t, 1) * lay.parts(now[1])[n] if cfg.momentum else s)
+    for n, *rest in alike:
+      if not rest: step(S[n], U[n], 0)
+      else: kernel.scan(1 + len(rest), functools.partial(step, S[n], U[n]), [kernel.filled((1, 1), 0.0)])
+    kernel.assign(then[0], kept_M.block(t, 1) * now[0] - inputs.eta.block(t, 1) * U_row)
+  rows = kernel.scan(b // every, group, [row(M), *([row(S)] if cfg.momentum else [])])
+  fading, out = kernel.filled((b + every, 1), 1.0), kernel.new((b + every, inputs.y.shape[1]))
   if every > 1:                                            # a token that takes a step reads what the step has left
     def at_step(i, j, kept):
       return (i % every).eq(every - 1).where(1.0, kept)
@@ -801,14 +809,14 @@ def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, state
   def reads(g, *_):
     if every == 1: g = g + 1
     def lines(m): return m.block(g * every, every)
-    now = dict(zip(names, after(g)))
+    now = lay.parts(rows(g)[0])
     def read(name, z):
       y = lines(fading) * (z @ now[name].transpose())
       return z @ R[name].transpose() + y if R else y
     kernel.assign(lines(out), apply(cfg, read, lines(inputs.r), lines(inputs.q)))
   kernel.scan(b // every + (every > 1), reads, [])
   kernel.assign(inputs.y, out.block(1, b))
-  for m, last in zip([*new_M.values(), *new_S.values()], after(b // every)): kernel.assign(m, last)
+  for part, last in zip((new_M, new_S), rows(b // every)): kernel.assign(row(part), last)
 
 class Recurrence:
   """The kernel over all heads and chunks.  Forward it leaves in `states` the base of the first chunk (row 0) and the M
