@@ -593,6 +593,7 @@ def test_a_change_of_the_rule_as_the_readme_shows_it_is_the_oracle_in_both_forms
 SMALL = dict(vocab=16, dim=16, layers=1, heads=2, key_dim=4, value_dim=4, mlp_ratio=1.0, chunk=8,
              muon_every=2, horizon=11)
 PRESETS = list(atlas.PRESETS)
+CONVOLVED = ["transformer++ conv=4", "swa conv=4"]       # attention behind the convolution of the memories
 T = 24                                   # tokens of a call: whole chunks of 8, and whole segments of 12
 def presets(*names, rest:Any=None):
   """A test of these presets, and with the mark `rest` of all others. One process has all tests of a preset."""
@@ -600,9 +601,11 @@ def presets(*names, rest:Any=None):
     marks = [pytest.mark.xdist_group(name)]
     if name not in names: marks.append(rest)
     return pytest.param(name, marks=marks)
-  return cases("name", [parameter(name) for name in PRESETS if name in names or rest])
+  return cases("name", [parameter(name) for name in PRESETS + CONVOLVED if name in names or rest])
 def windows(name, w): return {"attn_window": w} if "attn_window" in atlas.PRESETS[name] else {}
 def small(name, **fields):
+  name, _, conv = name.partition(" conv=")
+  if conv: fields["conv"] = int(conv)
   return atlas.preset(name, **SMALL | windows(name, 12) | fields)   # chunks of 8 do not divide windows and segments
 def random_tokens(rows, columns, seed=0): return rng(seed).integers(0, 16, (rows, columns)).astype(np.int32)
 
@@ -629,7 +632,7 @@ class Model:
     return self.call(self.forward if growing else self.jit_more, tokens, state)
 @functools.cache
 def model(name): return Model(small(name))
-@presets(*PRESETS)
+@presets(*PRESETS, *CONVOLVED)
 def test_no_leak_inside_a_chunk_nor_between_rows(name):
   m, y = model(name), model(name).replayed
   for t in (3, 7, 8, 13, T - 1):         # inside chunks, at their last and first token, at the end
@@ -639,11 +642,12 @@ def test_no_leak_inside_a_chunk_nor_between_rows(name):
     assert np.array_equal(np.delete(z, 1, 0), np.delete(y, 1, 0)), "a row of the batch saw another"
     assert np.array_equal(z[1, :t], y[1, :t]), f"an output before token {t} saw it"
     assert (np.abs(z[1, t:] - y[1, t:]).max(-1) > 0).any()
-@presets(*PRESETS)
+@presets(*PRESETS, *CONVOLVED)
 def test_jit_equals_eager(name):
   m = model(name)
   assert np.array_equal(m.captured, m.replayed) and record("jit against eager", relative(m.replayed, m.eager)) < 1e-6
-@presets("linear_attention", "titans", "atlas", "transformer++", "swa", "atlas_mag", "titans_mac", rest=runs)
+@presets("linear_attention", "titans", "atlas", "transformer++", "swa", *CONVOLVED, "atlas_mag", "titans_mac",
+         rest=runs)
 def test_a_stream_may_be_cut_anywhere(name):
   """After one token, inside a chunk, at a border, and token by token in a jitted step; the state keeps its size."""
   m = model(name)
