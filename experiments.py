@@ -3,13 +3,13 @@
 speed, expansion, recall, learnability, capacity and heatmap measure the memory alone, or networks as small.
 text, ablation, window, mqar, niah, scaling and streams train models with three seeds, in a process for each core."""
 from __future__ import annotations
-import functools, gc, math, multiprocessing, os, re, sys, time
+import contextlib, dataclasses, functools, gc, json, math, multiprocessing, os, platform, re, subprocess, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit
-from tinygrad.helpers import GlobalCounters
+from tinygrad.helpers import GlobalCounters, getenv
 from tinygrad.nn.optim import Adam
 from tinygrad.nn.state import get_state_dict
 import atlas, data, evaluate, kernels, train
@@ -385,7 +385,7 @@ def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict:
   picture(Path(folder) / "memory.png", "pairs written, t", {f"pair n: {name}": e for name, e in results.items()})
   return results
 
-# *** training runs ***
+# *** training runs, and the ledger of those that are finished ***
 
 class Trial(NamedTuple):
   """A model and what it is trained on: a task, or text where task is empty."""
@@ -395,124 +395,228 @@ class Trial(NamedTuple):
   steps: int = 200
   batch: int = 4
   length: int = 128           # of text
-  rates: tuple = (0.008,)     # learning rates from which the first seed chooses
+  rates: tuple = (0.008,)     # learning rates from which the first seed chooses; if there are several, see all_trained
   seeds: tuple = (0, 1, 2)
-
-class Result(NamedTuple):
-  """What a trial gave."""
-  scores: np.ndarray          # (seeds, variants)
-  rate: float                 # the best one
-  steps: int                  # of the longest run
-  parameters: int
-  gflop: float                # of a step
-  minutes: float              # of all runs together
+  variants: tuple = ({},)     # a task's settings at which the model is scored
+  measure: Callable|None = None            # of text: (params, cfg, text) -> scores, in place of the usual ones
 
 def config(trial:Trial) -> atlas.Config:
-  vocab = data.task(trial.task).vocab if trial.task else 256
-  return atlas.preset(trial.preset, **{"vocab": vocab} | trial.fields)
+  """The model's settings.  As in train.py, what is trained on lies within the horizon."""
+  task = data.task(trial.task) if trial.task else None
+  length, vocab = (task.settings["length"], task.vocab) if task else (trial.length, 256)
+  horizon = max(atlas.Config.horizon, length)
+  return atlas.preset(trial.preset, **{"vocab": vocab, "horizon": horizon} | trial.fields)
 
-def text_source(trial:Trial, params:dict, cfg:atlas.Config, measure:Callable|None) -> tuple[Callable, ...]:
-  """As task_source.  Scores: validation bits per byte, or measure(params, cfg, text)."""
-  text = data.load("python", cfg.vocab, trial.length)
-  validate = evaluate.evaluator(params, cfg, text.val, trial.batch, trial.length)
+@functools.cache
+def python_text(length:int) -> data.Text: return data.load("python", 256, length)
+
+def text_source(trial:Trial, params:dict, cfg:atlas.Config) -> tuple[Callable, ...]:
+  """Three functions: (seed, step) -> a batch; progress, validation bits per byte; and scores: the same of more text,
+  and for text of four times the trained length the bits of each of its quarters; or what trial.measure returns."""
+  text, (rows, length) = python_text(trial.length), (trial.batch, trial.length)
+  validate = evaluate.evaluator(params, cfg, text.val, rows, length)
+  beyond = evaluate.evaluator(params, cfg, text.val, max(1, rows // 4), 4 * length)
   def scores():
-    if measure: return measure(params, cfg, text)
-    return np.array([validate(evaluate.VALIDATION_TOKENS).mean()])
-  return functools.partial(data.batch, text.train, trial.batch, trial.length), lambda: False, scores
+    if trial.measure: return trial.measure(params, cfg, text)
+    return [validate(evaluate.VALIDATION_TOKENS).mean(), *beyond(evaluate.VALIDATION_TOKENS).reshape(4, -1).mean(1)]
+  return functools.partial(data.batch, text.train, rows, length), lambda: validate(16_384).mean(), scores
 
-def task_source(trial:Trial, params:dict, cfg:atlas.Config, variants:list[dict]) -> tuple[Callable, ...]:
-  """Three functions: (seed, step) -> a batch; whether the model has solved the task; its scores (variants): the share
-  of held-out examples' labels that are right or, for tasks in bytes, of their answers."""
+def task_source(trial:Trial, params:dict, cfg:atlas.Config) -> tuple[Callable, ...]:
+  """As text_source.  Scores (variants): the share of held-out examples' labels that are right or, for tasks in bytes,
+  of their answers."""
   task = data.task(trial.task)
   # All seeds are scored on the held-out examples of seed 0, so that only their training differs.  This is right because
   # no task's rule depends on the seed, and no seed trains on these examples: their indices start at data.HELD_OUT.
   score = evaluate.scorer(params, cfg, task, trial.batch, seed=0)
   share = "answer" if task.is_bytes else "micro"
-  def solved(): return score(4096, {})[share] >= train.SOLVED
-  def scores(): return np.array([score(evaluate.VALIDATION_TOKENS // 2, settings)[share] for settings in variants])
-  return functools.partial(task.batch, trial.batch), solved, scores
+  def scores(): return [score(evaluate.VALIDATION_TOKENS // 2, settings)[share] for settings in trial.variants]
+  return functools.partial(task.batch, trial.batch), lambda: score(4096, {})[share], scores
 
-def trained(trial:Trial, variants:list[dict]=[{}], measure:Callable|None=None) -> Result:
-  """Trains at every rate with the first seed, then with the other seeds at the best rate, which has the fewest bits per
-  byte of text or the highest score in a task's first variant.  Compiled once.  A solved task ends a run early."""
-  began, cfg = time.perf_counter(), config(trial)
+def trained(trial:Trial, runs:list[tuple[float, int]]) -> Iterator[dict]:
+  """Trains at each (rate, seed) and yields what is known of each run.  Compiled once.  A solved task ends early."""
+  if not runs: return
+  began, cfg = sum(os.times()[:4]), config(trial)        # processor time of this process, and of its compiler
   params = atlas.init(cfg)
-  if trial.task: batch, solved, scores = task_source(trial, params, cfg, variants)
-  else: batch, solved, scores = text_source(trial, params, cfg, measure)
+  batch, progress, scores = (task_source if trial.task else text_source)(trial, params, cfg)
   optimizer = train.optimizer_for(get_state_dict(params), train.Run.weight_decay)
   step, moments = train.training_step(params, cfg, optimizer, train.Run.clip), train.optimizer_state(optimizer)
   tensors = get_state_dict(params) | moments
   fresh = {name: z.numpy().copy() for name, z in moments.items()}
-  longest, gflop = 0, 0.0
-  def run(rate:float, seed:int) -> np.ndarray:
-    nonlocal longest, gflop
+  for rate, seed in runs:
     weights = {name: z.numpy() for name, z in get_state_dict(atlas.init(cfg, seed)).items()}
     for name, values in (weights | fresh).items(): train.overwrite(tensors[name], values)
-    settings = train.Run(steps=trial.steps, lr=rate, warmup=trial.steps // 10)
+    settings, times, curve = train.Run(steps=trial.steps, lr=rate, warmup=trial.steps // 10), list[float](), []
     for i in range(trial.steps):
       train.set_rate(optimizer, train.rate(settings, i))
-      inputs = map(Tensor, batch(seed, i))
+      inputs, start = [Tensor(z) for z in batch(seed, i)], time.process_time()
       GlobalCounters.reset()
       with Context(TRAINING=1): step(*inputs)
-      gflop, longest = GlobalCounters.global_ops / 1e9, max(longest, i + 1)
-      if (i + 1) % 100 == 0 and solved(): break
-    return scores()
-  first = {rate: run(rate, trial.seeds[0]) for rate in trial.rates}
-  best = max if trial.task else min
-  rate = best(first, key=lambda rate: first[rate][0])
-  results = np.array([first[rate], *[run(rate, seed) for seed in trial.seeds[1:]]])
-  return Result(results, rate, longest, atlas.parts(cfg)["total"], gflop, (time.perf_counter() - began) / 60)
+      Device[Device.DEFAULT].synchronize()
+      times.append(time.process_time() - start)
+      gflop = GlobalCounters.global_ops / 1e9
+      if (i + 1) % 100 == 0: curve.append((i + 1, float(progress())))
+      if trial.task and curve and curve[-1][1] >= train.SOLVED: break
+    now = sum(os.times()[:4])
+    yield {"scores": [float(x) for x in scores()], "curve": curve, "steps": i + 1, "gflop": gflop,
+           "seconds": float(np.median(times)), "parameters": atlas.parts(cfg)["total"], "minutes": (now - began) / 60}
+    began = now
+
+LEDGER = Path(getenv("LEDGER", "runs/results.jsonl"))    # a line of JSON for every finished run
+
+def settings_of(trial:Trial, rate:float, seed:int) -> dict:
+  """What decides the result of a run, as the ledger has it."""
+  source = trial.task or f"python {python_text(trial.length).digest[:12]}"
+  variants = [trial.measure.__name__] if trial.measure else list(trial.variants)
+  return {"model": dataclasses.asdict(config(trial)), "data": source, "steps": trial.steps, "batch": trial.batch,
+          "length": trial.length, "rate": rate, "seed": seed, "variants": variants}
+
+@functools.cache
+def commit() -> str:
+  command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+  try: return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+  except (OSError, subprocess.CalledProcessError): return "unknown"
+
+def finished(trial:Trial, runs:list[tuple[float, int]]) -> dict[tuple[float, int], dict]:
+  """The runs of a trial at each (rate, seed).  Those whose settings are all in the ledger come from there, whatever
+  commit made them: after a change of the model, LEDGER=FILE starts another.  The others are trained now and added to
+  it, or left out with TRAIN=0."""
+  wanted = {json.dumps(settings_of(trial, *run)): run for run in runs}
+  lines = LEDGER.read_text().splitlines() if LEDGER.exists() else []
+  records = [json.loads(line) for line in lines]
+  known = {run: r for r in records if (run := wanted.get(json.dumps(r["settings"])))}
+  missing = [run for run in runs if run not in known] if getenv("TRAIN", 1) else []
+  for run, record in zip(missing, trained(trial, missing)):
+    record = {"settings": settings_of(trial, *run), "preset": trial.preset, "commit": commit(),
+              "device": Device.DEFAULT, "python": platform.python_version(), **record}
+    LEDGER.parent.mkdir(parents=True, exist_ok=True)
+    with LEDGER.open("a") as f: f.write(json.dumps(record) + "\n")
+    known[run] = record
+  return known
+
+def merit(trial:Trial, record:dict) -> float:
+  """What the best rate has most of: the first score of a task, or the fewest bits of text."""
+  score = record["scores"][0] if trial.task else -record["scores"][0]
+  return score if math.isfinite(score) else -math.inf
+
+def best_rate(trial:Trial, runs:dict[tuple[float, int], dict]) -> float:
+  """The rate at which the first seed was best; the middle one before anything is known."""
+  tried = {rate: merit(trial, record) for (rate, seed), record in runs.items() if seed == trial.seeds[0]}
+  return max(tried, key=lambda rate: tried[rate], default=trial.rates[len(trial.rates) // 2])
+
+def further_rates(trial:Trial, runs:dict[tuple[float, int], dict]) -> list[float]:
+  """The next rate of the grid, where the best one so far is at its end."""
+  rates, best = sorted({rate for rate, _ in runs}), best_rate(trial, runs)
+  solved = trial.task and runs and merit(trial, runs[best, trial.seeds[0]]) >= train.SOLVED
+  if len(rates) < 2 or solved: return []
+  return {rates[0]: [best / 2], rates[-1]: [best * 2]}.get(best, [])
 
 # Environment variables of the processes of all_trained, which are as many as there are cores: each may use one core.
 WORKER_ENVIRONMENT: dict[str, str] = {}
 
-def all_trained(trials:list[Trial], variants:list[dict]=[{}], measure:Callable|None=None) -> Iterator[Result]:
-  """The results of `trained`, in order.  On a CPU the trials run in parallel, in a process for each core."""
+@contextlib.contextmanager
+def workers(jobs:int) -> Iterator[Callable]:
+  """A function like `map`.  On a CPU it takes a process for each core that this process may use."""
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-  workers = min(len(trials), cores) if kernels.on_cpu(Device.DEFAULT) else 1
-  job = functools.partial(trained, variants=variants, measure=measure)
-  if workers == 1: yield from map(job, trials)
+  count = min(jobs, cores) if kernels.on_cpu(Device.DEFAULT) else 1
+  if count == 1: yield map
   else:
     os.environ.update(WORKER_ENVIRONMENT)                # inherited; this process has read its own variables already
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool: yield from pool.map(job, trials)
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool: yield pool.map
+
+def all_trained(trials:list[Trial]) -> list[dict[tuple[float, int], dict]]:
+  """For each trial its runs, by rate and seed.  The first seed takes the middle rate, then the others; where the best
+  rate is at an end of the grid, the grid grows, three times at most.  The other seeds take the best rate.  Every stage
+  ends for all trials before the next one begins, so that an unfinished table has the same runs in every row."""
+  all_runs: list[dict] = [{} for _ in trials]
+  with workers(len(trials)) as parallel:
+    def stage(asked:list[list[tuple[float, int]]]) -> None:
+      for runs, more in zip(all_runs, parallel(finished, trials, asked)): runs |= more
+    def first(rates:Callable) -> None:
+      stage([[(rate, trial.seeds[0]) for rate in rates(trial, runs)] for trial, runs in zip(trials, all_runs)])
+    first(lambda trial, runs: [best_rate(trial, runs)])
+    first(lambda trial, runs: trial.rates)
+    for _ in range(3): first(further_rates)
+    stage([[(best_rate(trial, runs), seed) for seed in trial.seeds] for trial, runs in zip(trials, all_runs)])
+  return all_runs
+
+class Result(NamedTuple):
+  """What a trial gave at its best rate."""
+  scores: np.ndarray          # (seeds, scores)
+  curve: np.ndarray           # (seeds, points, 2): step, and progress there; of runs of equal length
+  rate: float
+  steps: int                  # of the longest run
+  seconds: float              # of processor time a step: the median
+  parameters: int
+  gflop: float                # of a step
+  minutes: float              # of processor time, of all runs together
+
+def result(trial:Trial, runs:dict[tuple[float, int], dict]) -> Result:
+  rate = best_rate(trial, runs)
+  best = [runs[rate, seed] for seed in trial.seeds if (rate, seed) in runs]
+  points = min(len(record["curve"]) for record in best)
+  def seconds(record): return record["seconds"]
+  return Result(np.array([record["scores"] for record in best]),
+                np.array([record["curve"][:points] for record in best]).reshape(len(best), points, 2),
+                rate, max(record["steps"] for record in best), float(np.median([*map(seconds, best)])),
+                best[0]["parameters"], best[0]["gflop"], sum(record["minutes"] for record in runs.values()))
 
 def spreads(scores:np.ndarray) -> list[str]: return [spread(x) for x in scores.T]
 
-def compare(title:str, trials:dict, headings:list[str], variants:list[dict]=[{}],
-            measure:Callable|None=None, cells:Callable=spreads) -> dict:
+def compare(title:str, trials:dict, headings:list[str]) -> dict[Any, Result]:
   """Trains every trial, all on the same source, and prints a row for each: its key; M, the numbers in a block's
   memories; what training took; and its scores under `headings`."""
   trial = next(iter(trials.values()))
   source = trial.task or f"Python source, sequences of {trial.length}"
-  rates = sorted({rate for trial in trials.values() for rate in trial.rates})
-  print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {rates}, seeds {trial.seeds}")
-  row, results = table({"model": "<30s", "M": ">7d", "parameters": ">12,d", "rate": ">7.3f", "steps": ">7d",
-                        "TFLOP": ">8.2f", "minutes": ">9.1f"} | dict.fromkeys(headings, ">17s")), {}
-  for (key, trial), result in zip(trials.items(), all_trained(list(trials.values()), variants, measure)):
+  print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {trial.rates}, seeds {trial.seeds}")
+  row, results, commits = table({
+    "model": "<30s", "M": ">7d", "parameters": ">12,d", "rate": ">7.3f", "seeds": ">6d", "steps": ">7d",
+    "TFLOP": ">8.2f", "ms/step": ">9.1f", "minutes": ">9.1f"} | dict.fromkeys(headings, ">17s")), {}, set()
+  for (key, trial), runs in zip(trials.items(), all_trained(list(trials.values()))):
+    if not runs: continue                                # TRAIN=0
     cfg, name = config(trial), key if isinstance(key, str) else ", ".join(map(str, key))
-    M = sum(map(math.prod, atlas.memory_shapes(cfg).values())) if cfg.mixer == "memory" else 0
-    tflop = result.gflop * result.steps / 1e3
-    row(name, M, result.parameters, result.rate, result.steps, tflop, result.minutes, *cells(result.scores))
-    results[key] = result
+    M = sum(map(math.prod, atlas.memory_shapes(cfg).values())) if cfg.mixer != "attention" else 0
+    z = results[key] = result(trial, runs)
+    row(name, M, z.parameters, z.rate, len(z.scores), z.steps, z.gflop * z.steps / 1e3, z.seconds * 1e3, z.minutes,
+        *spreads(z.scores))
+    commits |= {record["commit"] for record in runs.values()}
+  print(f"commits {', '.join(sorted(commits))}; {sum(z.minutes for z in results.values()):.0f} core-minutes")
   return results
 
 # *** experiments that train ***
 
-# mlp_ratio makes up for smaller memories: equal parameters within 1%.
-EQUAL = {"omeganet": {}, "atlas": {}, "deltanet": dict(mlp_ratio=2.9), "linear_attention": dict(mlp_ratio=2.9),
-         "titans": dict(mlp_ratio=2.75), "transformer++": dict(mlp_ratio=3.4)}
 # Heads of 8, and a short chunk: the bound of a gradient step is proportional to 1/chunk.
 SMALL = dict(dim=32, layers=1, heads=4, key_dim=8, value_dim=8, expand=1, chunk=4, muon_every=4)
-TEXT = Trial("atlas")
+TEXT = Trial("atlas", steps=1200, batch=8, length=256, rates=(0.004, 0.008, 0.016))
+SHORT = Trial("atlas")
 RECALL = Trial("atlas", SMALL, "mqar:vocab=256,length=128,pairs=32", 1200, 32, rates=(0.01, 0.02))
 EASIER = RECALL._replace(task="mqar:vocab=128,length=64,pairs=16", steps=300, rates=(0.02,))
 NEEDLE = Trial("deltanet", dict(chunk=4, horizon=2048), "niah:kind=pk,length=128", 1200, 16, rates=(0.01,))
 
-def text() -> dict:
-  """Six models on text, at equal parameters, data, steps and seeds."""
-  trials = {name: TEXT._replace(preset=name, fields=fields) for name, fields in EQUAL.items()}
-  def cells(scores): return [f"{x:.3f}" for x in (*scores[:, 0], scores.mean())]
-  return compare("text, bits per byte", trials, [f"seed {seed}" for seed in TEXT.seeds] + ["mean"], cells=cells)
+def model(trial:Trial, preset:str, **fields) -> Trial:
+  """The trial with another model that has as many parameters, within 1%: the hidden size of its MLP makes up for the
+  rest.  ValueError where it cannot."""
+  other = trial._replace(preset=preset, fields=trial.fields | fields)
+  cfg, (wanted, total) = config(other), [atlas.parts(config(z))["total"] for z in (trial, other)]
+  hidden = round(cfg.mlp_ratio * cfg.dim) + round((wanted - total) / (3 * cfg.dim * cfg.layers))
+  equal = other._replace(fields=other.fields | dict(mlp_ratio=hidden / cfg.dim))
+  total = atlas.parts(config(equal))["total"]
+  data.refuse(abs(total / wanted - 1) > 0.01, f"{preset} has {total:,} parameters, and {trial.preset} {wanted:,}")
+  return equal
+
+def text(trial:Trial=TEXT, folder:str="assets") -> dict:
+  """Models on text, at equal parameters, data and steps; attention with and without the convolution of the others."""
+  presets = ("omeganet", "swla", "atlas", "deltanet", "transformer++", "titans", "gated_deltanet", "linear_attention",
+             "atlas_mag", "atlas_mal", "atlas++")
+  trials = {name: model(trial, name) for name in presets}
+  trials["transformer++, conv"] = model(trial, "transformer++", conv=4)
+  headings = ["bits per byte"] + [f"to {n * trial.length}" for n in range(1, 5)]
+  results = compare("text, and by position beyond", trials, headings)
+  def curves(unit:Callable) -> dict:
+    return {name: (z.curve[0, :, 0] * unit(z), z.curve[..., 1]) for name, z in results.items()}
+  panels = {"bytes read": curves(lambda z: trial.batch * trial.length),
+            "seconds on one core": curves(lambda z: z.seconds)}
+  picture(Path(folder) / "text.png", "bits per byte", panels, log=False)
+  return results
 
 def both(models:dict[str, tuple[str, dict]], recall:Trial=EASIER) -> None:
   """Trains each (preset, fields) on text and on a small MQAR."""
@@ -520,7 +624,7 @@ def both(models:dict[str, tuple[str, dict]], recall:Trial=EASIER) -> None:
     trials = {}
     for name, (preset, fields) in models.items():
       trials[name] = trial._replace(preset=preset, fields=trial.fields | fields)
-    compare(heading, trials, [heading])
+    compare(heading, trials, [heading] + [""] * (4 if not trial.task else 0))
 
 def ablation() -> None:
   """The paper's Table 6: ATLAS without each of its parts, and with a gated memory or attention beside it."""
@@ -542,14 +646,15 @@ def mqar(presets:tuple=("atlas", "omeganet", "swla", "titans", "deltanet", "line
   Returns {(preset, key_dim): result}."""
   most, usual = data.task(trial.task).settings["pairs"], trial.fields["key_dim"]
   counts = [most] + [most * n // 8 for n in (6, 4, 2, 1)]
-  headings, variants = [f"{n} pairs" for n in counts], [{"pairs": n} for n in counts]
+  headings, variants = [f"{n} pairs" for n in counts], tuple({"pairs": n} for n in counts)
+  trial = trial._replace(variants=variants)
   trials = {(name, usual): trial._replace(preset=name) for name in presets}
-  results = compare("MQAR, share right, and key_dim", trials, headings, variants)
+  results = compare("MQAR, share right, and key_dim", trials, headings)
   trials = {}
   for name in sized:
     at_best = trial._replace(preset=name, rates=(results[name, usual].rate,))
     for d in sizes: trials[name, d] = at_best._replace(fields=trial.fields | dict(key_dim=d, value_dim=d))
-  results |= compare("smaller and larger memories, each at its best rate", trials, headings, variants)
+  results |= compare("smaller and larger memories, each at its best rate", trials, headings)
   by_count = {name: (counts, results[name, usual].scores) for name in presets}
   by_size, ticks = {}, sorted((*sizes, usual))
   for name in sized: by_size[name] = ticks, np.stack([results[name, d].scores[:, 0] for d in ticks], axis=1)
@@ -562,16 +667,8 @@ def niah() -> dict:
   The answer is generated, and must contain the value."""
   task, presets = data.task(NEEDLE.task), ("deltanet", "gated_deltanet", "titans", "omeganet", "atlas")
   lengths = [str((task.settings | variant)["length"]) for variant in task.variants()]
-  trials = {name: NEEDLE._replace(preset=name) for name in presets}
-  return compare("needle in a haystack, share of answers right", trials, lengths, task.variants())
-
-def scaling() -> dict:
-  """The paper's Figure 8: validation loss on text against compute, three sizes of each model."""
-  trials = {}
-  for name in ("transformer++", "deltanet", "atlas"):
-    for dim in (32, 64, 128):
-      trials[name, f"dim {dim}"] = TEXT._replace(preset=name, fields=dict(dim=dim, heads=dim // 16))
-  return compare("text", trials, ["bits per byte"])
+  trials = {name: NEEDLE._replace(preset=name, variants=tuple(task.variants())) for name in presets}
+  return compare("needle in a haystack, share of answers right", trials, lengths)
 
 # *** streams far longer than the trained ones ***
 
@@ -621,16 +718,16 @@ def recovery(params:dict, cfg:atlas.Config, text:data.Text, tokens:int=16_384) -
 
 def streams() -> dict:
   """Models that were trained on short sequences read text after a long stream of something else."""
-  trial = TEXT._replace(fields=dict(dim=32, layers=1, heads=2))
+  trial = SHORT._replace(fields=dict(dim=32, layers=1, heads=2), measure=recovery)
   presets = [name for name in atlas.PRESETS if not name.endswith(("mag", "mal", "mac"))]
   trials = {name: trial._replace(preset=name) for name in presets}
   for name in ("linear_attention", "deltanet", "ttt"):
     trials[f"{name}, no horizon"] = trial._replace(preset=name, fields=trial.fields | dict(horizon=1 << 20))
   headings = ["nothing before", "one byte", "a pattern", "noise", "in turn", "text"]
-  return compare("streams, bits per byte of text", trials, headings, measure=recovery)
+  return compare("streams, bits per byte of text", trials, headings)
 
 EXPERIMENTS: dict[str, Callable[[], Any]] = {experiment.__name__: experiment for experiment in (
-  speed, expansion, recall, learnability, capacity, heatmap, text, ablation, window, mqar, niah, scaling, streams)}
+  speed, expansion, recall, learnability, capacity, heatmap, text, ablation, window, mqar, niah, streams)}
 
 if __name__ == "__main__":
   if len(sys.argv) != 2 or sys.argv[1] not in EXPERIMENTS:
