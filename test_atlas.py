@@ -967,9 +967,9 @@ def test_a_trained_model_stays_finite_and_recovers_from_a_hostile_stream(name):
   """64K tokens (8K where they cost their square) of each hostile kind and of text, then another text. From its 1,024th
   token on the loss is that with nothing before it, to 5%. Full attention has no memory that could recover."""
   sizes = dict(dim=32, layers=1, heads=2) | windows(name, 64)
-  trial = experiments.Trial(name, sizes, seeds=(0,))
-  recovery = functools.partial(experiments.recovery, tokens=65_536)
-  fresh, *after = experiments.trained(trial, measure=recovery).scores[0]
+  trial = experiments.Trial(name, sizes, measure=functools.partial(experiments.recovery, tokens=65_536))
+  [trained] = experiments.trained(trial, [(0.008, 0)])
+  fresh, *after = trained["scores"]
   print(f"{name}: {max(after) / fresh - 1:+.1%} of {fresh:.2f} bits", file=sys.stderr)
   assert finite(after)
   if name != "transformer++": assert max(after) < 1.05 * fresh, (after, fresh)
