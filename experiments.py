@@ -496,6 +496,7 @@ def trained(trial:Trial, runs:list[tuple[float, int]]) -> Iterator[dict]:
     began = now
 
 LEDGER = Path(getenv("LEDGER", "runs/results.jsonl"))    # a line of JSON for every finished run
+TRAIN = getenv("TRAIN", 1)                               # 0: what the ledger does not have is left out
 
 def settings_of(trial:Trial, rate:float, seed:int) -> dict:
   """What decides the result of a run, as the ledger has it."""
@@ -512,13 +513,12 @@ def commit() -> str:
 
 def finished(trial:Trial, runs:list[tuple[float, int]]) -> dict[tuple[float, int], dict]:
   """The runs of a trial at each (rate, seed).  Those whose settings are all in the ledger come from there, whatever
-  commit made them: after a change of the model, LEDGER=FILE starts another.  The others are trained now and added to
-  it, or left out with TRAIN=0."""
+  commit made them: after a change of the model, LEDGER=FILE starts another.  The others are trained now and added."""
   wanted = {json.dumps(settings_of(trial, *run)): run for run in runs}
   lines = LEDGER.read_text().splitlines() if LEDGER.exists() else []
   records = {json.dumps(record["settings"]): record for record in map(json.loads, lines)}
   known = {run: records[key] for key, run in wanted.items() if key in records}
-  missing = [run for run in runs if run not in known] if getenv("TRAIN", 1) else []
+  missing = [run for run in runs if run not in known] if TRAIN else []
   for run, record in zip(missing, trained(trial, missing)):
     known[run] = {"settings": settings_of(trial, *run), "preset": trial.preset, "commit": commit(),
                   "device": Device.DEFAULT, "python": platform.python_version(), **record}

@@ -1297,17 +1297,18 @@ def test_finished_runs_come_from_the_ledger_and_each_is_a_run_of_its_own(capsys,
   assert both.scores.shape == (2, 2) and rate >= 0.05 and f"{both.scores[:, 1].mean():.3f} +- " in printed
   [alone] = experiments.trained(TRIAL, [(rate, 1)])
   assert alone["scores"] == both.records[1]["scores"] and alone["gflop"] > 0 and alone["seconds"] > 0
-  asked = []
-  monkeypatch.setattr(experiments, "trained", lambda trial, runs: asked.extend(runs) or [])
+  asked:list = []
+  def trained(trial, runs):
+    asked.extend(runs)
+    return []
+  monkeypatch.setattr(experiments, "trained", trained)
   again = experiments.compare("small", {"deltanet": TRIAL}, ["2 pairs", "1 pair"])["deltanet"]
   assert again.records == both.records and not asked and capsys.readouterr().out == printed
   for change in (dict(steps=4), dict(fields=SMALL | dict(vocab=40, heads=1)), dict(rising=({"pairs": 1},))):
     assert not experiments.finished(TRIAL._replace(**change), [(rate, 1)])
   assert len(asked) == 3
-  monkeypatch.setenv("TRAIN", "0")
-  experiments.getenv.cache_clear()
+  monkeypatch.setattr(experiments, "TRAIN", 0)
   assert not experiments.finished(TRIAL._replace(steps=4), [(rate, 1)]) and len(asked) == 3
-  experiments.getenv.cache_clear()
 
 @experiment
 def test_a_trial_on_text_is_that_training_run(run):
@@ -1321,8 +1322,8 @@ def test_a_trial_on_text_is_that_training_run(run):
 def test_a_trial_may_train_at_rising_lengths_and_is_asked_beyond_them(monkeypatch):
   monkeypatch.setattr(experiments, "EXAMPLES", 2)
   monkeypatch.setattr(experiments, "LONGEST", 500)
-  stories = TRIAL._replace(task="babi:length=400", fields=SMALL | dict(vocab=256), rising=({"length": 160, "facts": 3}, {}),
-                           variants=({}, {"length": 800}))
+  stories = TRIAL._replace(task="babi:length=400", fields=SMALL | dict(vocab=256),
+                           rising=({"length": 160, "facts": 3}, {}), variants=({}, {"length": 800}))
   [trained] = experiments.trained(stories, [(0.01, 0)])
   assert trained["steps"] == 3 and trained["scores"] == [0, 0]
   [trained] = experiments.trained(stories._replace(preset="transformer++"), [(0.01, 0)])
@@ -1337,7 +1338,8 @@ def test_the_grid_of_rates_grows_where_the_best_is_at_its_end_and_other_seeds_ta
   monkeypatch.setattr(experiments, "finished", finished)
   monkeypatch.setattr(experiments, "workers", lambda jobs: contextlib.nullcontext(map))
   [runs] = experiments.all_trained([experiments.TEXT])
-  assert asked == [(rate, 0) for rate in (0.008, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)] + [(0.064, n) for n in range(3)]
+  rates = 0.008, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128
+  assert asked == [(rate, 0) for rate in rates] + [(0.064, seed) for seed in range(3)]
   assert experiments.best_rate(experiments.TEXT, runs) == 0.064
 
 @experiment
