@@ -32,7 +32,8 @@ def at_best_rate(results:np.ndarray, merit:np.ndarray) -> tuple[np.ndarray, np.n
   best = merit.argmax(1)
   return results[np.arange(len(best)), best, 1:], best
 
-def spread(x:np.ndarray) -> str: return f"{x.mean():.3f} +- {x.std():.3f}"
+def spread(x:np.ndarray) -> str:                         # over seeds; one seed has none
+  return f"{x.mean():.3f}" + (f" +- {x.std():.3f}" if len(x) > 1 else "")
 
 def table(columns:dict[str, str]) -> Callable[..., None]:
   """Prints the headings of a table and returns the function that prints a row of cells.
