@@ -668,8 +668,7 @@ def window() -> dict:
 def mqar(trial:Trial=RECALL, sized:tuple=("atlas", "swla", "deltanet"), sizes:tuple=(4, 16),
          folder:str="assets") -> dict:
   """The paper's Figure 7: multi-query associative recall.  First all models at one size of keys and values, scored with
-  fewer pairs too; then some of them with smaller and larger memories, each at its best rate.  Returns {name or (name,
-  key_dim): result}."""
+  fewer pairs too; then some of them with smaller and larger memories, each at its best rate."""
   most, usual = data.task(trial.task).settings["pairs"], trial.fields["key_dim"]
   counts = [most] + [most * n // 8 for n in (6, 4, 2, 1)]
   headings, trial = [f"{n} pairs" for n in counts], trial._replace(variants=tuple({"pairs": n} for n in counts))
@@ -686,7 +685,8 @@ def mqar(trial:Trial=RECALL, sized:tuple=("atlas", "swla", "deltanet"), sizes:tu
   results |= compare("smaller and larger memories, each at its best rate", trials, headings)
   by_size, ticks = {}, sorted((*sizes, usual))
   for name in sized:
-    by_size[name] = ticks, np.stack([results[name if d == usual else (name, d)].scores[:, 0] for d in ticks], axis=1)
+    of_name = [results.get(name if d == usual else (name, d)) for d in ticks]
+    if all(of_name): by_size[name] = ticks, np.stack([z.scores[:, 0] for z in of_name if z], axis=1)
   panels = {f"pairs (trained with {most})": by_count, f"size of keys and values, {most} pairs": by_size}
   picture(Path(folder) / "mqar.png", "queries answered", panels)
   return results
