@@ -1322,7 +1322,7 @@ def test_a_trial_on_text_is_that_training_run(run):
 def test_a_trial_may_train_at_rising_lengths_and_is_asked_beyond_them(monkeypatch):
   monkeypatch.setattr(experiments, "EXAMPLES", 2)
   monkeypatch.setattr(experiments, "LONGEST", 500)
-  stories = TRIAL._replace(task="babi:length=400", fields=SMALL | dict(vocab=256),
+  stories = TRIAL._replace(preset="gated_deltanet", task="babi:length=400", fields=SMALL | dict(vocab=256),
                            rising=({"length": 160, "facts": 3}, {}), variants=({}, {"length": 800}))
   [trained] = experiments.trained(stories, [(0.01, 0)])
   assert trained["steps"] == 3 and trained["scores"] == [0, 0]
