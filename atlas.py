@@ -71,7 +71,7 @@ class Config(rule.Rule):
   ns_steps: int = 5           # Newton-Schulz iterations
   muon_every: int = 1         # Muon steps at every r-th token only; divides chunk
   chunk: int = 32             # b: tokens whose gradients share a memory
-  conv: int = 4               # length of the causal convolution on q, k, v (0: none)
+  conv: int = 4               # length of the causal convolution on q, k, v (0: none; a hybrid's attention: none)
   attn_window: int = 0        # attention sees that many tokens (0: all); for mac the length of a segment
   persist: int = 0            # persistent tokens: learned, in front of the attention's keys
   mlp_ratio: float = 2.0      # hidden size of the SwiGLU MLP, in units of dim
@@ -139,8 +139,8 @@ PRESETS: dict[str, dict] = {
   "omeganet":         dict(                                               **_OMEGA),
   "atlas":            dict(                                               **_ATLAS),
   "atlas++":          dict(memory="gated",                                **_ATLAS),
-  "transformer++":    dict(mixer="attention"),
-  "swa":              dict(mixer="attention", attn_window=64),
+  "transformer++":    dict(mixer="attention", conv=0),
+  "swa":              dict(mixer="attention", conv=0, attn_window=64),
   **{f"atlas_{mixer}": dict(mixer=mixer, **_HYBRID, **_ATLAS) for mixer in ("mag", "mal", "mac")},
   "titans_mac":       dict(mixer="mac", **_HYBRID,                        forget=True, momentum=True)}
 
@@ -226,13 +226,13 @@ def _block_layout(cfg:Config) -> Layout:
   wide, into_stream = round(cfg.mlp_ratio * dim), (2 * cfg.layers) ** -0.5     # the stream must not grow with depth
   qkv, out, context = _dense(H * (2 * d + dv), dim), _dense(dim, H * dv, into_stream), _dense(dim, H * dv)
   table: Layout = {"norm1": _ones(dim), "qkv": qkv, "out": out, "norm2": _ones(dim),
-                   "mlp_in": _dense(2 * wide, dim), "mlp_out": _dense(dim, wide, into_stream)}
+                   "mlp_in": _dense(2 * wide, dim), "mlp_out": _dense(dim, wide, into_stream),
+                   "conv": ((cfg.conv, H * (2 * d + dv)), max(1, cfg.conv) ** -0.5)}
   attention: Layout = {"qkv": qkv, "persist": ((cfg.persist, dim), 1.0)}                # as large as a normalised input
   if cfg.mixer == "attention": return table | attention
   bias = np.repeat([_logit(getattr(INIT, gate)) for gate in gates], list(gates.values()))
-  table |= {"conv": ((cfg.conv, H * (2 * d + dv)), max(1, cfg.conv) ** -0.5), "gates": ((len(bias), dim), INIT.gates),
-            "gate_bias": (bias.shape, bias), "out_norm": _ones(dv), "out_gate": _dense(H * dv, dim),
-            "out_gate_bias": ((H * dv,), np.full(1, INIT.out_gate))}
+  table |= {"gates": ((len(bias), dim), INIT.gates), "gate_bias": (bias.shape, bias), "out_norm": _ones(dv),
+            "out_gate": _dense(H * dv, dim), "out_gate_bias": ((H * dv,), np.full(1, INIT.out_gate))}
   if has_residual(cfg): table["out_skip"] = _ones(dv)
   for name, shape in memory_shapes(cfg).items():
     table[f"memory.{name}"] = shape, max(1, shape[1 if name == "anchor_u" else 2]) ** -0.5
@@ -303,6 +303,11 @@ def causal_conv(x:Tensor, w:Tensor, tail:Tensor|None) -> tuple[Tensor, Tensor]:
   x = (x.pad((None, (past, 0), None)) if tail is None else tail.cat(x, dim=1)).contiguous()
   lags = [w[j] * x[:, past - j:past - j + T] for j in range(past + 1)]
   return functools.reduce(Tensor.add, lags), x[:, T:].contiguous()
+def queries_keys_values(p:dict, cfg:Config, x:Tensor, state:State|None) -> tuple[list[Tensor], State]:
+  """q, k and v (B,H,T,.) of x (B,T,dim), after the convolution where there is one; and its state."""
+  z, after = linear(cfg, x, p["qkv"]), cast(State, {})
+  if "conv" in p: z, after["conv"] = causal_conv(z, p["conv"], (state or {}).get("conv"))
+  return split_heads(cfg, z.contiguous()), after
 def memory_weights(p:dict, cfg:Config) -> dict[str, Tensor]:
   """M_0 and what belongs to it, as kernels.memory takes them."""
   weights: dict[str, Tensor] = {}
@@ -339,10 +344,7 @@ def answer(cfg:Config, y:Tensor, q:Tensor, norm:Tensor, skip:Tensor|None) -> Ten
 def memory_heads(p:dict, cfg:Config, x:Tensor, state:State|None, phase:int|None=None) -> Mixed:
   """The memory behind its projections (method: Titans' block).  x (B,T,dim), normalised; y (B,T,H*value_dim).
   phase: tokens of the current chunk before x; None: read from the state."""
-  after: State = {}
-  z = linear(cfg, x, p["qkv"])
-  if cfg.conv: z, after["conv"] = causal_conv(z, p["conv"], (state or {}).get("conv"))
-  q, k, v = split_heads(cfg, z.contiguous())
+  (q, k, v), after = queries_keys_values(p, cfg, x, state)
   q, k, v = unit(q), unit(k), v.silu()                   # choice: before phi, no SiLU: it makes keys alike
   # differs from the paper: values stay inside the unit ball, because no bound of eta is safe for values of any length
   v = (v * (v.square().sum(-1, keepdim=True) + 1).rsqrt()).contiguous()
@@ -394,8 +396,9 @@ def persistent(p:dict, cfg:Config) -> Pair|None:
   return k[0], v[0]
 def attention_heads(p:dict, cfg:Config, x:Tensor, state:State|None) -> tuple[Tensor, State]:
   """Attention over all tokens or the last attn_window.  x (B,T,dim), normalised -> y (B,T,H*value_dim), state."""
-  qkv = split_heads(cfg, linear(cfg, x, p["qkv"]).contiguous())
-  return (windowed if cfg.attn_window else full)(cfg, qkv, persistent(p, cfg), state)
+  qkv, tail = queries_keys_values(p, cfg, x, state)
+  y, cache = (windowed if cfg.attn_window else full)(cfg, qkv, persistent(p, cfg), state)
+  return y, tail | cache
 
 def windowed(cfg:Config, qkv:list[Tensor], persist:Pair|None, state:State|None) -> tuple[Tensor, State]:
   """Blocks of attn_window queries see their own block of keys and the one before, so that nothing is T by T.

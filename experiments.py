@@ -1,18 +1,21 @@
 """The paper's experiments at small scale, one function and one command each: python experiments.py NAME
 
 speed, expansion, recall, learnability, capacity and heatmap measure the memory alone, or networks as small.
-text, ablation, window, mqar, niah, scaling and streams train models with three seeds, in a process for each core."""
+The others train models, in a process for each core.  Finished runs are kept in runs/results.jsonl, or LEDGER=FILE: a
+command that was stopped goes on from there, and TRAIN=0 prints what there is."""
 from __future__ import annotations
-import functools, gc, math, multiprocessing, os, re, sys, time
+import contextlib, dataclasses, functools, gc, itertools, json, math, multiprocessing, os, platform, re, shlex
+import subprocess, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
+from unittest.mock import patch
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit
-from tinygrad.helpers import GlobalCounters
+from tinygrad.helpers import GlobalCounters, getenv
 from tinygrad.nn.optim import Adam
 from tinygrad.nn.state import get_state_dict
-import atlas, data, evaluate, kernels, train
+import atlas, data, evaluate, kernels, rule, train
 
 # *** shared by the experiments: random vectors, the choice of a rate, tables, pictures ***
 
@@ -29,7 +32,8 @@ def at_best_rate(results:np.ndarray, merit:np.ndarray) -> tuple[np.ndarray, np.n
   best = merit.argmax(1)
   return results[np.arange(len(best)), best, 1:], best
 
-def spread(x:np.ndarray) -> str: return f"{x.mean():.3f} +- {x.std():.3f}"
+def spread(x:np.ndarray) -> str:                         # over seeds; one seed has none
+  return f"{x.mean():.3f}" + (f" +- {x.std():.3f}" if len(x) > 1 else "")
 
 def table(columns:dict[str, str]) -> Callable[..., None]:
   """Prints the headings of a table and returns the function that prints a row of cells.
@@ -385,7 +389,7 @@ def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict:
   picture(Path(folder) / "memory.png", "pairs written, t", {f"pair n: {name}": e for name, e in results.items()})
   return results
 
-# *** training runs ***
+# *** training runs, and the ledger of those that are finished ***
 
 class Trial(NamedTuple):
   """A model and what it is trained on: a task, or text where task is empty."""
@@ -395,183 +399,327 @@ class Trial(NamedTuple):
   steps: int = 200
   batch: int = 4
   length: int = 128           # of text
-  rates: tuple = (0.008,)     # learning rates from which the first seed chooses
+  rates: tuple = (0.008,)     # learning rates from which the first seed chooses: if there are several, see all_trained
   seeds: tuple = (0, 1, 2)
+  rising: tuple = ({},)       # a task's settings, each for an equal part of the steps
+  variants: tuple = ({},)     # a task's settings at which the model is scored
+  shares: tuple = ("micro",)  # the scores of evaluate.scorer to report
+  measure: Callable|None = None            # of text: (params, cfg, text) -> scores, in place of the usual ones
+  theta: float = atlas.INIT.theta          # where the momentum gate starts
 
-class Result(NamedTuple):
-  """What a trial gave."""
-  scores: np.ndarray          # (seeds, variants)
-  rate: float                 # the best one
-  steps: int                  # of the longest run
-  parameters: int
-  gflop: float                # of a step
-  minutes: float              # of all runs together
+def changed_muon(bound:float, scale:Callable) -> rule.Step:
+  """The Muon step with another bound of eta, and U times scale(rows, columns)."""
+  muon = rule.STEPS["muon"]
+  return muon._replace(bound=bound, direction=lambda S, cfg: muon.direction(S, cfg) * scale(*S.shape[-2:]))
+# Rows of rule.STEPS that only a trial has.  Public Muon gives U the root mean square 0.2, whatever its shape.
+MUON = {"Muon's bound 0.03": changed_muon(0.03, lambda o, i: 1.0),
+        "Muon's bound 0.25": changed_muon(0.25, lambda o, i: 1.0),
+        "Muon's U of RMS 0.2": changed_muon(0.1, lambda o, i: 0.2 * max(o, i) ** 0.5)}
 
 def config(trial:Trial) -> atlas.Config:
-  vocab = data.task(trial.task).vocab if trial.task else 256
-  return atlas.preset(trial.preset, **{"vocab": vocab} | trial.fields)
+  """The model's settings.  As in train.py, what is trained on lies within the horizon."""
+  if trial.fields.get("optimizer") in MUON:
+    rule.STEPS.update(MUON)
+    atlas.CHOICES["optimizer"] = tuple(rule.STEPS)
+  task = data.task(trial.task) if trial.task else None
+  length, vocab = (task.settings["length"], task.vocab) if task else (trial.length, 256)
+  horizon = max(atlas.Config.horizon, length)
+  return atlas.preset(trial.preset, **{"vocab": vocab, "horizon": horizon} | trial.fields)
 
-def text_source(trial:Trial, params:dict, cfg:atlas.Config, measure:Callable|None) -> tuple[Callable, ...]:
-  """As task_source.  Scores: validation bits per byte, or measure(params, cfg, text)."""
-  text = data.load("python", cfg.vocab, trial.length)
-  validate = evaluate.evaluator(params, cfg, text.val, trial.batch, trial.length)
+@functools.cache
+def python_text(length:int) -> data.Text: return data.load("python", 256, length)
+
+def text_source(trial:Trial, params:dict, cfg:atlas.Config) -> tuple[Callable, ...]:
+  """Three functions: (seed, step) -> a batch; progress, validation bits per byte; and scores: the same of more text,
+  and for text of four times the trained length the bits of each of its quarters; or what trial.measure returns."""
+  text, (rows, length) = python_text(trial.length), (trial.batch, trial.length)
+  validate = evaluate.evaluator(params, cfg, text.val, rows, length)
+  beyond = evaluate.evaluator(params, cfg, text.val, max(1, rows // 4), 4 * length)
   def scores():
-    if measure: return measure(params, cfg, text)
-    return np.array([validate(evaluate.VALIDATION_TOKENS).mean()])
-  return functools.partial(data.batch, text.train, trial.batch, trial.length), lambda: False, scores
+    if trial.measure: return trial.measure(params, cfg, text)
+    return [validate(evaluate.VALIDATION_TOKENS).mean(), *beyond(evaluate.VALIDATION_TOKENS).reshape(4, -1).mean(1)]
+  return functools.partial(data.batch, text.train, rows, length), lambda: validate(16_384).mean(), scores
 
-def task_source(trial:Trial, params:dict, cfg:atlas.Config, variants:list[dict]) -> tuple[Callable, ...]:
-  """Three functions: (seed, step) -> a batch; whether the model has solved the task; its scores (variants): the share
-  of held-out examples' labels that are right or, for tasks in bytes, of their answers."""
+EXAMPLES = 256                # of a task, by which a model is scored
+LONGEST = 8192                # tokens that a model is asked about if its state grows
+
+def task_source(trial:Trial, params:dict, cfg:atlas.Config) -> tuple[Callable, ...]:
+  """As text_source.  Scores (variants, shares) of held-out examples; of tasks in bytes the share of the generated
+  answers that are right, NaN beyond LONGEST if the state grows."""
   task = data.task(trial.task)
   # All seeds are scored on the held-out examples of seed 0, so that only their training differs.  This is right because
   # no task's rule depends on the seed, and no seed trains on these examples: their indices start at data.HELD_OUT.
-  score = evaluate.scorer(params, cfg, task, trial.batch, seed=0)
-  share = "answer" if task.is_bytes else "micro"
-  def solved(): return score(4096, {})[share] >= train.SOLVED
-  def scores(): return np.array([score(evaluate.VALIDATION_TOKENS // 2, settings)[share] for settings in variants])
-  return functools.partial(task.batch, trial.batch), solved, scores
+  score, speak = evaluate.scorer(params, cfg, task, trial.batch, seed=0), evaluate.speaker(params, cfg)
+  def shares(examples:int, settings:dict) -> list[float]:
+    length = (task.settings | settings)["length"]
+    if not task.is_bytes:
+      scores = score(examples * length, settings)
+      return [scores[share] for share in trial.shares]
+    if length > LONGEST and atlas.growing(cfg): return [math.nan]
+    batches = [task.batch(trial.batch, 0, data.HELD_OUT + i, **settings) for i in range(-(-examples // trial.batch))]
+    return [float(np.mean([evaluate.answered(speak, task, *batch) for batch in batches]))]
+  def scores(): return [x for settings in trial.variants for x in shares(EXAMPLES, settings)]
+  return functools.partial(task.batch, trial.batch), lambda: shares(32, {})[0], scores
 
-def trained(trial:Trial, variants:list[dict]=[{}], measure:Callable|None=None) -> Result:
-  """Trains at every rate with the first seed, then with the other seeds at the best rate, which has the fewest bits per
-  byte of text or the highest score in a task's first variant.  Compiled once.  A solved task ends a run early."""
-  began, cfg = time.perf_counter(), config(trial)
-  params = atlas.init(cfg)
-  if trial.task: batch, solved, scores = task_source(trial, params, cfg, variants)
-  else: batch, solved, scores = text_source(trial, params, cfg, measure)
+def trained(trial:Trial, runs:list[tuple[float, int]]) -> Iterator[dict]:
+  """Trains at each (rate, seed) and yields what is known of each run.  Compiled once.  A solved task ends early."""
+  if not runs: return
+  began, cfg = sum(os.times()[:4]), config(trial)        # processor time of this process, and of its compiler
+  length = data.task(trial.task).settings["length"] if trial.task else trial.length
+  def start(seed:int) -> dict:
+    with patch.object(atlas.INIT, "theta", trial.theta):
+      return atlas.filled(train.layout(train.Run(task=trial.task, length=length), cfg), seed)
+  params = start(0)
+  batch, progress, scores = (task_source if trial.task else text_source)(trial, params, cfg)
   optimizer = train.optimizer_for(get_state_dict(params), train.Run.weight_decay)
-  step, moments = train.training_step(params, cfg, optimizer, train.Run.clip), train.optimizer_state(optimizer)
+  steps = [train.training_step(params, cfg, optimizer, train.Run.clip) for _ in trial.rising]
+  moments = train.optimizer_state(optimizer)
   tensors = get_state_dict(params) | moments
   fresh = {name: z.numpy().copy() for name, z in moments.items()}
-  longest, gflop = 0, 0.0
-  def run(rate:float, seed:int) -> np.ndarray:
-    nonlocal longest, gflop
-    weights = {name: z.numpy() for name, z in get_state_dict(atlas.init(cfg, seed)).items()}
+  for rate, seed in runs:
+    weights = {name: z.numpy() for name, z in get_state_dict(start(seed)).items()}
     for name, values in (weights | fresh).items(): train.overwrite(tensors[name], values)
-    settings = train.Run(steps=trial.steps, lr=rate, warmup=trial.steps // 10)
+    settings, times, curve = train.Run(steps=trial.steps, lr=rate, warmup=trial.steps // 10), list[float](), []
     for i in range(trial.steps):
+      part = i * len(steps) // trial.steps
       train.set_rate(optimizer, train.rate(settings, i))
-      inputs = map(Tensor, batch(seed, i))
+      inputs, before = [Tensor(z) for z in batch(seed, i, **trial.rising[part])], time.process_time()
       GlobalCounters.reset()
-      with Context(TRAINING=1): step(*inputs)
-      gflop, longest = GlobalCounters.global_ops / 1e9, max(longest, i + 1)
-      if (i + 1) % 100 == 0 and solved(): break
-    return scores()
-  first = {rate: run(rate, trial.seeds[0]) for rate in trial.rates}
-  best = max if trial.task else min
-  rate = best(first, key=lambda rate: first[rate][0])
-  results = np.array([first[rate], *[run(rate, seed) for seed in trial.seeds[1:]]])
-  return Result(results, rate, longest, atlas.parts(cfg)["total"], gflop, (time.perf_counter() - began) / 60)
+      with Context(TRAINING=1): steps[part](*inputs)
+      Device[Device.DEFAULT].synchronize()
+      times.append(time.process_time() - before)
+      gflop = GlobalCounters.global_ops / 1e9
+      if (i + 1) % 100 == 0: curve.append((i + 1, float(progress())))
+      if trial.task and curve and curve[-1][1] >= train.SOLVED: break
+    now = sum(os.times()[:4])
+    yield {"scores": [float(x) for x in scores()], "curve": curve, "steps": i + 1, "gflop": gflop,
+           "seconds": float(np.median(times)), "parameters": atlas.parts(cfg)["total"], "minutes": (now - began) / 60}
+    began = now
 
-# Environment variables of the processes of all_trained, which are as many as there are cores: each may use one core.
-WORKER_ENVIRONMENT: dict[str, str] = {}
+LEDGER = Path(getenv("LEDGER", "runs/results.jsonl"))    # a line of JSON for every finished run
+TRAIN = getenv("TRAIN", 1)                               # 0: what the ledger does not have is left out
 
-def all_trained(trials:list[Trial], variants:list[dict]=[{}], measure:Callable|None=None) -> Iterator[Result]:
-  """The results of `trained`, in order.  On a CPU the trials run in parallel, in a process for each core."""
+def settings_of(trial:Trial, rate:float, seed:int) -> dict:
+  """What decides the result of a run, as the ledger has it."""
+  settings = {"model": dataclasses.asdict(config(trial)), "data": f"python {python_text(trial.length).digest[:12]}",
+              "steps": trial.steps, "batch": trial.batch, "length": trial.length, "rate": rate, "seed": seed,
+              "variants": [trial.measure.__name__] if trial.measure else list(trial.variants)}
+  if trial.task: settings |= {"data": trial.task, "rising": list(trial.rising), "shares": list(trial.shares)}
+  if trial.theta != atlas.INIT.theta: settings["theta"] = trial.theta
+  return settings
+
+@functools.cache
+def commit() -> str:
+  return subprocess.getoutput(f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty")
+
+def finished(trial:Trial, runs:list[tuple[float, int]]) -> dict[tuple[float, int], dict]:
+  """The runs of a trial at each (rate, seed).  Those whose settings are all in the ledger come from there, whatever
+  commit made them: after a change of the model, LEDGER=FILE starts another.  The others are trained now and added."""
+  wanted = {json.dumps(settings_of(trial, *run)): run for run in runs}
+  lines = LEDGER.read_text().splitlines() if LEDGER.exists() else []
+  records = {json.dumps(record["settings"]): record for record in map(json.loads, lines)}
+  known = {run: records[key] for key, run in wanted.items() if key in records}
+  missing = [run for run in runs if run not in known] if TRAIN else []
+  for run, record in zip(missing, trained(trial, missing)):
+    known[run] = {"settings": settings_of(trial, *run), "preset": trial.preset, "commit": commit(),
+                  "device": Device.DEFAULT, "python": platform.python_version(), **record}
+    LEDGER.parent.mkdir(parents=True, exist_ok=True)
+    with LEDGER.open("a") as f: f.write(json.dumps(known[run]) + "\n")
+  return known
+
+def best_rate(trial:Trial, runs:dict[tuple[float, int], dict]) -> float:
+  """The rate at which the first seed has the highest first score, or the fewest bits of text.  The middle one, before
+  anything is known."""
+  def merit(rate):
+    score = runs[rate, trial.seeds[0]]["scores"][0] * (1 if trial.task else -1)
+    return score if math.isfinite(score) else -math.inf
+  tried = [rate for rate, seed in runs if seed == trial.seeds[0]]
+  return max(tried, key=merit, default=trial.rates[len(trial.rates) // 2])
+
+def further_rates(trial:Trial, runs:dict[tuple[float, int], dict]) -> list[float]:
+  """The next rate of the grid, where the best one so far is at its end.  A solved task needs none."""
+  rates, best = sorted({rate for rate, _ in runs}), best_rate(trial, runs)
+  if len(rates) < 2 or trial.task and runs[best, trial.seeds[0]]["scores"][0] >= train.SOLVED: return []
+  return {rates[0]: [best / 2], rates[-1]: [best * 2]}.get(best, [])
+
+@contextlib.contextmanager
+def workers(jobs:int) -> Iterator[Callable]:
+  """A function like `map`.  On a CPU it takes a process for each core that this process may use."""
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-  workers = min(len(trials), cores) if kernels.on_cpu(Device.DEFAULT) else 1
-  job = functools.partial(trained, variants=variants, measure=measure)
-  if workers == 1: yield from map(job, trials)
+  count = min(jobs, cores) if kernels.on_cpu(Device.DEFAULT) else 1
+  if count == 1: yield map
   else:
-    os.environ.update(WORKER_ENVIRONMENT)                # inherited; this process has read its own variables already
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool: yield from pool.map(job, trials)
+    os.environ.update(NUM_CPU_THREADS="1", PARALLEL="0")   # of the processes: this one has read its own already
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool: yield pool.map
 
-def spreads(scores:np.ndarray) -> list[str]: return [spread(x) for x in scores.T]
+def all_trained(trials:list[Trial]) -> list[dict[tuple[float, int], dict]]:
+  """For each trial its runs, by rate and seed.  The first seed takes the middle rate, then the others; where the best
+  rate is at an end of the grid, the grid grows, three times at most.  The other seeds take the best rate.  Every stage
+  ends for all trials before the next one begins, so that an unfinished table has the same runs in every row."""
+  all_runs: list[dict] = [{} for _ in trials]
+  with workers(len(trials)) as parallel:
+    def stage(asked:Callable) -> None:
+      pairs = [asked(trial, runs) for trial, runs in zip(trials, all_runs)]
+      for runs, more in zip(all_runs, parallel(finished, trials, pairs)): runs |= more
+    stage(lambda trial, runs: [(best_rate(trial, {}), trial.seeds[0])])
+    stage(lambda trial, runs: [(rate, trial.seeds[0]) for rate in trial.rates])
+    for _ in range(3): stage(lambda trial, runs: [(rate, trial.seeds[0]) for rate in further_rates(trial, runs)])
+    stage(lambda trial, runs: [(best_rate(trial, runs), seed) for seed in trial.seeds])
+  return all_runs
 
-def compare(title:str, trials:dict, headings:list[str], variants:list[dict]=[{}],
-            measure:Callable|None=None, cells:Callable=spreads) -> dict:
+class Result(NamedTuple):
+  """What a trial gave at its best rate."""
+  scores: np.ndarray          # (seeds, scores)
+  records: list[dict]         # what the ledger has of the seeds
+
+def compare(title:str, trials:dict, headings:list[str]) -> dict[Any, Result]:
   """Trains every trial, all on the same source, and prints a row for each: its key; M, the numbers in a block's
-  memories; what training took; and its scores under `headings`."""
+  memories; what training took, minutes of processor time for the runs at all rates; its scores under `headings`."""
   trial = next(iter(trials.values()))
   source = trial.task or f"Python source, sequences of {trial.length}"
-  rates = sorted({rate for trial in trials.values() for rate in trial.rates})
-  print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {rates}, seeds {trial.seeds}")
-  row, results = table({"model": "<30s", "M": ">7d", "parameters": ">12,d", "rate": ">7.3f", "steps": ">7d",
-                        "TFLOP": ">8.2f", "minutes": ">9.1f"} | dict.fromkeys(headings, ">17s")), {}
-  for (key, trial), result in zip(trials.items(), all_trained(list(trials.values()), variants, measure)):
+  print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {trial.rates}, seeds {trial.seeds}")
+  row = table({"model": "<30s", "M": ">7d", "parameters": ">12,d", "rate": ">8.4f", "tried": ">7d", "seeds": ">7d",
+               "steps": ">7d", "TFLOP": ">8.2f", "ms/step": ">9.1f", "minutes": ">9.1f"}
+              | dict.fromkeys(headings, ">17s"))
+  results, commits = dict[Any, Result](), set[str]()
+  for (key, trial), runs in zip(trials.items(), all_trained(list(trials.values()))):
+    if not runs: continue                                # TRAIN=0
     cfg, name = config(trial), key if isinstance(key, str) else ", ".join(map(str, key))
-    M = sum(map(math.prod, atlas.memory_shapes(cfg).values())) if cfg.mixer == "memory" else 0
-    tflop = result.gflop * result.steps / 1e3
-    row(name, M, result.parameters, result.rate, result.steps, tflop, result.minutes, *cells(result.scores))
-    results[key] = result
+    M = sum(map(math.prod, atlas.memory_shapes(cfg).values())) if cfg.mixer != "attention" else 0
+    rate, tried = best_rate(trial, runs), len({rate for rate, _ in runs})
+    records = [runs[rate, seed] for seed in trial.seeds if (rate, seed) in runs]
+    first, scores = records[0], np.array([record["scores"] for record in records])
+    tflop, minutes = first["gflop"] * first["steps"] / 1e3, sum(record["minutes"] for record in runs.values())
+    row(name, M, first["parameters"], rate, tried, len(records), first["steps"], tflop, first["seconds"] * 1e3, minutes,
+        *map(spread, scores.T))
+    results[key] = Result(scores, records)
+    commits |= {record["commit"] for record in runs.values()}
+  print(f"commits {', '.join(sorted(commits))}")
   return results
 
 # *** experiments that train ***
 
-# mlp_ratio makes up for smaller memories: equal parameters within 1%.
-EQUAL = {"omeganet": {}, "atlas": {}, "deltanet": dict(mlp_ratio=2.9), "linear_attention": dict(mlp_ratio=2.9),
-         "titans": dict(mlp_ratio=2.75), "transformer++": dict(mlp_ratio=3.4)}
 # Heads of 8, and a short chunk: the bound of a gradient step is proportional to 1/chunk.
 SMALL = dict(dim=32, layers=1, heads=4, key_dim=8, value_dim=8, expand=1, chunk=4, muon_every=4)
-TEXT = Trial("atlas")
+TEXT = Trial("atlas", steps=1200, batch=8, length=256, rates=(0.004, 0.008, 0.016))
 RECALL = Trial("atlas", SMALL, "mqar:vocab=256,length=128,pairs=32", 1200, 32, rates=(0.01, 0.02))
-EASIER = RECALL._replace(task="mqar:vocab=128,length=64,pairs=16", steps=300, rates=(0.02,))
-NEEDLE = Trial("deltanet", dict(chunk=4, horizon=2048), "niah:kind=pk,length=128", 1200, 16, rates=(0.01,))
+EASIER = RECALL._replace(task="mqar:vocab=128,length=64,pairs=16", steps=900)
+NEEDLE = Trial("atlas", dict(chunk=4, horizon=8192), "niah:length=128", 1200, 16, rates=(0.005, 0.01))
+STORY = NEEDLE._replace(task="babi:question=1,length=512", steps=2400, batch=8,
+                        rising=({"length": 160, "facts": 3}, {"length": 256, "facts": 6}, {}))
 
-def text() -> dict:
-  """Six models on text, at equal parameters, data, steps and seeds."""
-  trials = {name: TEXT._replace(preset=name, fields=fields) for name, fields in EQUAL.items()}
-  def cells(scores): return [f"{x:.3f}" for x in (*scores[:, 0], scores.mean())]
-  return compare("text, bits per byte", trials, [f"seed {seed}" for seed in TEXT.seeds] + ["mean"], cells=cells)
+def model(trial:Trial, preset:str, **fields) -> Trial:
+  """The trial with another model that has as many parameters, within 1%: the hidden size of its MLP makes up for the
+  rest.  ValueError where it cannot."""
+  other = trial._replace(preset=preset, fields=trial.fields | fields)
+  cfg, (wanted, total) = config(other), [atlas.parts(config(z))["total"] for z in (trial, other)]
+  hidden = round(cfg.mlp_ratio * cfg.dim) + round((wanted - total) / (3 * cfg.dim * cfg.layers))
+  equal = other._replace(fields=other.fields | dict(mlp_ratio=hidden / cfg.dim))
+  total = atlas.parts(config(equal))["total"]
+  data.refuse(abs(total / wanted - 1) > 0.01, f"{preset} has {total:,} parameters, and {trial.preset} {wanted:,}")
+  return equal
 
-def both(models:dict[str, tuple[str, dict]], recall:Trial=EASIER) -> None:
-  """Trains each (preset, fields) on text and on a small MQAR."""
-  for trial, heading in ((TEXT, "bits per byte"), (recall, "share right")):
-    trials = {}
-    for name, (preset, fields) in models.items():
-      trials[name] = trial._replace(preset=preset, fields=trial.fields | fields)
-    compare(heading, trials, [heading])
+def models(trial:Trial, *presets:str) -> dict[str, Trial]:
+  """The presets on that trial, and attention with the convolution that memories have."""
+  return {name: model(trial, name) for name in presets} | {"transformer++, conv": model(trial, "transformer++", conv=4)}
+
+BITS = ["bits per byte"] + [f"quarter {n} of 4x" for n in (1, 2, 3, 4)]
+
+def text(trial:Trial=TEXT, folder:str="assets") -> dict:
+  """Models on text, at equal parameters, data and steps."""
+  trials = models(trial, "omeganet", "swla", "atlas", "deltanet", "transformer++", "titans", "gated_deltanet",
+                  "linear_attention", "atlas_mag", "atlas_mal", "atlas++")
+  results = compare("text", trials, BITS)
+  panels:dict[str, dict] = {"bytes read": {}, "seconds on one core": {}}
+  for name, z in results.items():
+    curves = np.array([record["curve"] for record in z.records])           # (seeds, points, step or bits)
+    for panel, scale in zip(panels.values(), (trial.batch * trial.length, z.records[0]["seconds"])):
+      panel[name] = curves[0, :, 0] * scale, curves[..., 1]
+  picture(Path(folder) / "text.png", "bits per byte", panels, log=False)
+  return results
+
+def longer() -> dict:
+  """Ten million bytes at twice the length, one seed, one rate."""
+  trial = TEXT._replace(steps=2450, length=512, rates=(0.008,), seeds=(0,))
+  return compare("text", models(trial, "swla", "omeganet", "atlas", "gated_deltanet"), BITS)
 
 def ablation() -> None:
-  """The paper's Table 6: ATLAS without each of its parts, and with a gated memory or attention beside it."""
-  both({"atlas": ("atlas", {}), "linear memory": ("atlas", dict(memory="linear")),
-        "no Muon": ("atlas", dict(optimizer="gd")), "window 1": ("atlas", dict(window=1)),
-        "no poly": ("atlas", dict(features="identity")), "gated (atlas++)": ("atlas++", {}),
-        "MAG": ("atlas_mag", {}), "MAL": ("atlas_mal", {})})
+  """The paper's Table 6, and what bounds Muon: atlas without each of its parts, or with another Muon."""
+  changes: dict[str, dict[str, Any]] = {
+    "atlas": {}, "no momentum (omeganet)": dict(momentum=False, optimizer="gd"),
+    "momentum, no Muon": dict(optimizer="gd"), "linear memory": dict(memory="linear"), "window 1": dict(window=1),
+    "no poly": dict(features="identity"), "gated (atlas++)": dict(memory="gated"),
+    "Muon at every token": dict(muon_every=1), "Newton-Schulz steps 2": dict(ns_steps=2)}
+  changes |= {name: dict(optimizer=name) for name in MUON}
+  for trial, headings in ((TEXT, BITS), (EASIER, ["share right"])):
+    trials = {name: model(trial, "atlas", **fields) for name, fields in changes.items()}
+    trials["theta starts at 0.5"] = trial._replace(theta=0.5)
+    compare("atlas without its parts", trials | {"MAG": model(trial, "atlas_mag"), "MAL": model(trial, "atlas_mal")},
+            headings)
 
-def window() -> None:
-  """The paper's Figure 5: OmegaNet with windows of 1 to 16 tokens."""
-  models = {f"window {width}": ("omeganet", dict(window=width)) for width in (1, 2, 4, 8, 16)}
-  both(models, EASIER._replace(steps=900))
+def window() -> dict:
+  """The paper's Figure 5: OmegaNet with windows of 1 to 16 tokens.  With 4 numbers for each of 32 keys, no training can
+  keep them from resembling each other."""
+  alike = RECALL._replace(preset="omeganet", fields=SMALL | dict(key_dim=4, value_dim=4))
+  trials = {}
+  for features, width in itertools.product(("poly", "identity"), (1, 2, 4, 8, 16)):
+    trials[features, f"window {width}"] = model(alike, "omeganet", features=features, window=width)
+  return compare("keys that resemble each other, share right", trials, ["share right"])
 
-def mqar(presets:tuple=("atlas", "omeganet", "swla", "titans", "deltanet", "linear_attention", "transformer++"),
-         trial:Trial=RECALL, sized:tuple=("atlas", "swla", "deltanet"), sizes:tuple=(4, 16),
+def mqar(trial:Trial=RECALL, sized:tuple=("atlas", "swla", "deltanet"), sizes:tuple=(4, 16),
          folder:str="assets") -> dict:
   """The paper's Figure 7: multi-query associative recall.  First all models at one size of keys and values, scored with
-  fewer pairs too; then some of them with smaller and larger memories, each at its best rate.
-  Returns {(preset, key_dim): result}."""
+  fewer pairs too; then some of them with smaller and larger memories, each at its best rate."""
   most, usual = data.task(trial.task).settings["pairs"], trial.fields["key_dim"]
   counts = [most] + [most * n // 8 for n in (6, 4, 2, 1)]
-  headings, variants = [f"{n} pairs" for n in counts], [{"pairs": n} for n in counts]
-  trials = {(name, usual): trial._replace(preset=name) for name in presets}
-  results = compare("MQAR, share right, and key_dim", trials, headings, variants)
+  headings, trial = [f"{n} pairs" for n in counts], trial._replace(variants=tuple({"pairs": n} for n in counts))
+  trials:dict[Any, Trial] = models(trial, "atlas", "omeganet", "swla", "titans", "deltanet", "linear_attention",
+                                   "transformer++")
+  for name, conv in (("2 blocks", 0), ("conv, 2 blocks", 4)):
+    trials[f"transformer++, {name}"] = model(trial, "transformer++", layers=2, conv=conv)
+  results = compare("MQAR, share right", trials, headings)
+  by_count = {name: (counts, z.scores) for name, z in results.items()}
   trials = {}
-  for name in sized:
-    at_best = trial._replace(preset=name, rates=(results[name, usual].rate,))
+  for name in [name for name in sized if name in results]:
+    at_best = trial._replace(preset=name, rates=(results[name].records[0]["settings"]["rate"],))
     for d in sizes: trials[name, d] = at_best._replace(fields=trial.fields | dict(key_dim=d, value_dim=d))
-  results |= compare("smaller and larger memories, each at its best rate", trials, headings, variants)
-  by_count = {name: (counts, results[name, usual].scores) for name in presets}
+  results |= compare("smaller and larger memories, each at its best rate", trials, headings)
   by_size, ticks = {}, sorted((*sizes, usual))
-  for name in sized: by_size[name] = ticks, np.stack([results[name, d].scores[:, 0] for d in ticks], axis=1)
+  for name in sized:
+    of_name = [results.get(name if d == usual else (name, d)) for d in ticks]
+    if all(of_name): by_size[name] = ticks, np.stack([z.scores[:, 0] for z in of_name if z], axis=1)
   panels = {f"pairs (trained with {most})": by_count, f"size of keys and values, {most} pairs": by_size}
   picture(Path(folder) / "mqar.png", "queries answered", panels)
   return results
 
-def niah() -> dict:
-  """The paper's Table 3 at small scale: a needle in a haystack, trained at one length, asked at up to 16 times it.
-  The answer is generated, and must contain the value."""
-  task, presets = data.task(NEEDLE.task), ("deltanet", "gated_deltanet", "titans", "omeganet", "atlas")
-  lengths = [str((task.settings | variant)["length"]) for variant in task.variants()]
-  trials = {name: NEEDLE._replace(preset=name) for name in presets}
-  return compare("needle in a haystack, share of answers right", trials, lengths, task.variants())
+def official() -> None:
+  """MQAR at the sizes of Zoology, one seed and one rate, as a check of speed."""
+  for length, pairs in {64: 4, 128: 8, 256: 16, 512: 64}.items():
+    trial = RECALL._replace(task=f"mqar:length={length},pairs={pairs}", rates=(0.01,), seeds=(0,))
+    compare("MQAR, share right", {"swla": trial._replace(preset="swla")}, ["share right"])
 
-def scaling() -> dict:
-  """The paper's Figure 8: validation loss on text against compute, three sizes of each model."""
-  trials = {}
-  for name in ("transformer++", "deltanet", "atlas"):
-    for dim in (32, 64, 128):
-      trials[name, f"dim {dim}"] = TEXT._replace(preset=name, fields=dict(dim=dim, heads=dim // 16))
-  return compare("text", trials, ["bits per byte"])
+def mad() -> None:
+  """The paper's Table 4: six synthetic tasks."""
+  for task in ("compression", "noisy_recall", "fuzzy_recall", "in_context_recall", "selective_copying", "memorization"):
+    trial = Trial("atlas", {}, task, 800, 16, rates=(0.004, 0.008), shares=("micro", "macro"))
+    compare("MAD", models(trial, "atlas", "omeganet", "titans", "deltanet", "swla"), ["micro", "macro"])
+
+def needles(trial:Trial, *presets:str) -> dict:
+  """Models whose answers to a task in bytes are scored at the trained length and beyond."""
+  lengths = [str((data.task(trial.task).settings | variant)["length"]) for variant in trial.variants]
+  return compare("share of answers right", models(trial, *presets), lengths)
+
+def niah() -> None:
+  """The paper's Table 3: a needle in a haystack, asked at up to 16 times the trained length."""
+  for kind, length in (("pk", 128), ("n", 128), ("w", 256), ("pk", 512), ("n", 512), ("w", 512)):
+    task = f"niah:kind={kind},length={length}"
+    needles(NEEDLE._replace(task=task, variants=tuple(data.task(task).variants())),
+            "atlas", "omeganet", "titans", "deltanet", "gated_deltanet", "transformer++")
+
+def stories() -> dict:
+  """The paper's Figure 6 (BABILong): where somebody is, asked at up to 64 times the trained length."""
+  variants = tuple({"length": 512 * n} for n in (1, 4, 16, 64))
+  return needles(STORY._replace(variants=variants), "atlas", "titans_mac", "omeganet", "transformer++")
 
 # *** streams far longer than the trained ones ***
 
@@ -621,16 +769,17 @@ def recovery(params:dict, cfg:atlas.Config, text:data.Text, tokens:int=16_384) -
 
 def streams() -> dict:
   """Models that were trained on short sequences read text after a long stream of something else."""
-  trial = TEXT._replace(fields=dict(dim=32, layers=1, heads=2))
+  trial = Trial("atlas", dict(dim=32, layers=1, heads=2), measure=recovery)
   presets = [name for name in atlas.PRESETS if not name.endswith(("mag", "mal", "mac"))]
   trials = {name: trial._replace(preset=name) for name in presets}
   for name in ("linear_attention", "deltanet", "ttt"):
     trials[f"{name}, no horizon"] = trial._replace(preset=name, fields=trial.fields | dict(horizon=1 << 20))
   headings = ["nothing before", "one byte", "a pattern", "noise", "in turn", "text"]
-  return compare("streams, bits per byte of text", trials, headings, measure=recovery)
+  return compare("streams, bits per byte of text", trials, headings)
 
 EXPERIMENTS: dict[str, Callable[[], Any]] = {experiment.__name__: experiment for experiment in (
-  speed, expansion, recall, learnability, capacity, heatmap, text, ablation, window, mqar, niah, scaling, streams)}
+  speed, expansion, recall, learnability, capacity, heatmap, text, longer, ablation, window, mqar, official, mad,
+  niah, stories, streams)}
 
 if __name__ == "__main__":
   if len(sys.argv) != 2 or sys.argv[1] not in EXPERIMENTS:

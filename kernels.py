@@ -47,6 +47,7 @@ vars(helpers)["db_connection"] = database
 
 # tinygrad cuts a large kernel of a CPU into parts, as many as NUM_CPU_THREADS at most, and runs them one after another.
 # Here a thread for each core runs them: ctypes gives up Python's lock while a part runs.
+ALL_CORES = NUM_CPU_THREADS.value                          # as counted by tinygrad, or set by the variable of that name
 SCRATCH = ("values", "grads")  # names of arguments that hold the scratch memory of all parts
 HAND_OVER = 150e-6            # seconds of a kernel below which handing its parts to threads costs more than it gains
 serial_call = CPUProgram.__call__
@@ -112,7 +113,8 @@ def tile_shape(R:int, C:int, vectors:Vectors) -> tuple[int, int]:
   def loads(columns): return -(-columns // vectors.lanes)
   columns = [n for n in range(1, min(C, 4 * vectors.lanes) + 1) if C % n == 0]
   columns = [n for n in columns if n % vectors.lanes == 0] or columns
-  shapes = [(r, c) for r in (1, 2, 3, 4, 6) for c in columns if R % r == 0 and r * loads(c) <= vectors.registers * 3 // 4]
+  rows, most = [n for n in (1, 2, 3, 4, 6) if R % n == 0], vectors.registers * 3 // 4
+  shapes = [(r, c) for r in rows for c in columns if r * loads(c) <= most]
   return max(shapes, key=lambda shape: (shape[0] * shape[1] / (shape[0] + loads(shape[1])), shape[1]))
 
 # *** matrices inside a kernel ***

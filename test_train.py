@@ -1150,41 +1150,86 @@ def test_the_heatmap_shows_storing_the_window_and_forgetting(capsys):
   assert set(errors) <= set(shows(capsys, "memory.png").splitlines())
 
 TRIAL = experiments.Trial("deltanet", SMALL | dict(vocab=40), "mqar:vocab=40,length=12,pairs=2", steps=3, batch=2,
-                          length=8, rates=(1e-9, 0.05), seeds=(0, 1))
+                          length=8, rates=(1e-9, 0.05), seeds=(0, 1), variants=({}, {"pairs": 1}))
 
 @experiment
-def test_a_trial_of_a_task_takes_the_best_rate_of_the_first_seed_and_each_seed_is_a_run_of_its_own(capsys):
+def test_finished_runs_come_from_the_ledger_and_each_is_a_run_of_its_own(capsys, monkeypatch):
   """A trial is compiled once for all seeds and rates: the second seed gives what a run of its own gives."""
-  both = experiments.trained(TRIAL, [{}, {"pairs": 1}])
-  assert both.scores.shape == (2, 2) and both.steps == 3 and both.parameters > 1000 and both.gflop > 0
-  alone = experiments.trained(TRIAL._replace(rates=(both.rate,), seeds=(1,)))
-  assert both.scores[1, 0] == alone.scores[0, 0]
-  more = TRIAL._replace(task="mqar:vocab=40,length=32,pairs=8", seeds=(0,))
-  row = experiments.mqar(("deltanet",), more, ("deltanet",), (2,), ".")["deltanet", SMALL["key_dim"]]
-  shown = shows(capsys, "mqar.png")
-  assert "8 pairs" in shown and "1 pairs" in shown and f"{row.scores[0, 0]:.3f} +- 0.000" in shown
+  both = experiments.compare("small", {"deltanet": TRIAL}, ["2 pairs", "1 pair"])["deltanet"]
+  rate, printed = both.records[0]["settings"]["rate"], capsys.readouterr().out
+  assert both.scores.shape == (2, 2) and rate >= 0.05 and f"{both.scores[:, 1].mean():.3f} +- " in printed
+  [alone] = experiments.trained(TRIAL, [(rate, 1)])
+  assert alone["scores"] == both.records[1]["scores"] and alone["gflop"] > 0 and alone["seconds"] > 0
+  asked:list = []
+  def trained(trial, runs):
+    asked.extend(runs)
+    return []
+  monkeypatch.setattr(experiments, "trained", trained)
+  again = experiments.compare("small", {"deltanet": TRIAL}, ["2 pairs", "1 pair"])["deltanet"]
+  assert again.records == both.records and not asked and capsys.readouterr().out == printed
+  for change in (dict(steps=4), dict(fields=SMALL | dict(vocab=40, heads=1)), dict(rising=({"pairs": 1},))):
+    assert not experiments.finished(TRIAL._replace(**change), [(rate, 1)])
+  assert len(asked) == 3
+  monkeypatch.setattr(experiments, "TRAIN", 0)
+  assert not experiments.finished(TRIAL._replace(steps=4), [(rate, 1)]) and len(asked) == 3
 
 @experiment
 def test_a_trial_on_text_is_that_training_run(run):
-  trained = experiments.trained(TRIAL._replace(task="", fields=SMALL | dict(vocab=256)))
+  trial = TRIAL._replace(task="", fields=SMALL | dict(vocab=256))
+  [trained] = experiments.trained(trial, [(0.05, 1)])
   run(f"preset=deltanet {TINY} steps=3 batch=2 length=8 lr=0.05 warmup=0 seed=1 tokens=1")
-  assert trained.rate == 0.05 and float(log_rows("out")[-1][3]) == pytest.approx(trained.scores[1, 0], abs=1e-5)
+  assert float(log_rows("out")[-1][3]) == pytest.approx(trained["scores"][0], abs=1e-5)
+  assert len(trained["scores"]) == 5
 
 @experiment
-@cases("name,count", table("""
-  text -> 6 | ablation -> 16 | window -> 10 | mqar -> 65 | niah -> 25 | scaling -> 9 | streams -> 108"""))
+def test_a_trial_may_train_at_rising_lengths_and_is_asked_beyond_them(monkeypatch):
+  monkeypatch.setattr(experiments, "EXAMPLES", 2)
+  monkeypatch.setattr(experiments, "LONGEST", 500)
+  stories = TRIAL._replace(preset="gated_deltanet", task="babi:length=400", fields=SMALL | dict(vocab=256),
+                           rising=({"length": 160, "facts": 3}, {}), variants=({}, {"length": 800}))
+  [trained] = experiments.trained(stories, [(0.01, 0)])
+  assert trained["steps"] == 3 and trained["scores"] == [0, 0]
+  [trained] = experiments.trained(stories._replace(preset="transformer++"), [(0.01, 0)])
+  assert trained["scores"][0] == 0 and math.isnan(trained["scores"][1])
+
+@experiment
+def test_the_grid_of_rates_grows_where_the_best_is_at_its_end_and_other_seeds_take_the_best(monkeypatch):
+  asked = []
+  def finished(trial, runs):
+    asked.extend(runs)
+    return {(rate, seed): {"scores": [abs(math.log2(rate / 0.064))]} for rate, seed in runs}
+  monkeypatch.setattr(experiments, "finished", finished)
+  monkeypatch.setattr(experiments, "workers", lambda jobs: contextlib.nullcontext(map))
+  [runs] = experiments.all_trained([experiments.TEXT])
+  rates = 0.008, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128
+  assert asked == [(rate, 0) for rate in rates] + [(0.064, seed) for seed in range(3)]
+  assert experiments.best_rate(experiments.TEXT, runs) == 0.064
+
+@experiment
+def test_models_of_a_table_have_equal_parameters_or_are_refused():
+  for preset in ("deltanet", "atlas_mal"):
+    total = atlas.parts(experiments.config(experiments.model(experiments.TEXT, preset)))["total"]
+    assert total == pytest.approx(atlas.parts(atlas.preset("atlas"))["total"], rel=0.01)
+  with raises("parameters|mlp_ratio"): experiments.model(experiments.TEXT, "atlas", dim=256)
+
+@experiment
+@pytest.mark.parametrize("name,count", [("text", 60), ("longer", 25), ("ablation", 90), ("window", 10), ("mqar", 80),
+                                        ("official", 4), ("mad", 72), ("niah", 210), ("stories", 20), ("streams", 108)])
 def test_an_experiment_prints_the_scores_of_every_model_that_it_trains(name, count, capsys, monkeypatch):
   """The training itself is replaced.  Every configuration and task is made, every mean over the seeds printed."""
-  scores, means = itertools.count(101), list[str]()
-  def results(trials, variants=[{}], measure=None):
-    for trial in trials:
-      task = data.task(trial.task) if trial.task else None
-      cfg = atlas.preset(trial.preset, **{"vocab": task.vocab if task else 256} | trial.fields)
-      if task: assert all(task.batch(1, 0, 0, **variant)[0].size for variant in variants)
-      row = [next(scores) / 1000 for _ in (range(6) if measure else variants)]
-      means.extend(f"{score:.3f}" for score in row)
-      yield experiments.Result(np.array([row] * len(trial.seeds)), 0.01, 7, atlas.parts(cfg)["total"], 2.0, 0.1)
-  monkeypatch.setattr(experiments, "all_trained", results)
+  numbers, means = itertools.count(1001), list[str]()
+  def runs(trial):
+    cfg, scores = experiments.config(trial), 6 if trial.measure else 5
+    if trial.task:
+      task, scores = data.task(trial.task), len(trial.variants) * len(trial.shares)
+      assert all(task.batch(1, 0, 0, **settings)[0].size for settings in trial.variants + trial.rising)
+    numbered = [next(numbers) / 1000 for _ in range(scores)]
+    means.extend(f"{score:.3f}" for score in numbered)
+    record = {"scores": numbered, "curve": [[100, 3.0], [200, 2.0]], "steps": 7, "gflop": 2.0, "seconds": 0.1,
+              "parameters": atlas.parts(cfg)["total"], "minutes": 0.1, "commit": "unknown"}
+    return {(rate, seed): record | {"settings": experiments.settings_of(trial, rate, seed)}
+            for rate in trial.rates for seed in trial.seeds}
+  monkeypatch.setattr(experiments, "all_trained", lambda trials: [runs(trial) for trial in trials])
   experiments.EXPERIMENTS[name]()
   assert len(means) == int(count) and set(means) <= set(capsys.readouterr().out.split())
 

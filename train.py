@@ -15,7 +15,7 @@ import numpy as np
 import tinygrad
 from tinygrad import Context, Device, Tensor, TinyJit, UOp
 from tinygrad.device import Buffer
-from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, ContextVar, GlobalCounters, diskcache_put
+from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, NUM_CPU_THREADS, ContextVar, GlobalCounters, diskcache_put
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
@@ -50,6 +50,7 @@ class Run:
   clip: float = 1.0             # largest global norm of the gradient (0: any)
   save_every: int = 50          # steps between checkpoints (0: at the end only); the last two are kept
   eval_every: int = 200         # steps between validations, and one at the end (0: never)
+  cores: int = 0                # of a CPU (0: all, or what the variable NUM_CPU_THREADS says); the result is the same
   cache: bool = True            # keep compiled training steps: the next run of the same settings starts at once
   presets: str = ""             # bench: presets to time, a,b,... (empty: preset)
   lengths: str = ""             # bench: lengths to time, n,m,... (empty: length)
@@ -64,11 +65,11 @@ SOLVED = 0.99                 # share of a task's places right at which training
 MODES = ("train", "sample", "eval", "export", "bench", "plot", "params")
 READERS = ("sample", "eval", "export")                 # modes that need a checkpoint
 LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # every other number of Run is at least 0
-MOST, MOST_DEVICES = 2 ** 31 - 1, 64                   # of a whole number
+MOST, MOST_DEVICES, MOST_CORES = 2 ** 31 - 1, 64, 1024           # of a whole number
 SAMPLING = {"prompt", "tokens", "temperature", "top_k"}
 # Keys that may differ from the checkpoint's, and those of them that do not change the result of training.
 FREE = SAMPLING | set("mode out resume init_from steps save_every eval_every cache presets lengths skip_bad accum "
-                      "devices dtype".split())
+                      "devices dtype cores".split())
 QUIET = FREE - {"steps", "init_from", "dtype"}
 
 # *** the command line ***
@@ -146,6 +147,12 @@ def open_cache() -> None:
     CACHELEVEL.value, os.environ["CACHELEVEL"] = 0, "0"  # here, and in the processes that compile
     warn(f"warning: tinygrad's cache {CACHEDB} cannot be used ({reason(e)}): every kernel is compiled anew; "
          "CACHEDB=FILE names another")
+
+def use_cores(run:Run) -> None:
+  """Sets how many cores the kernels of a CPU use, in this process and in those that it starts."""
+  refuse(run.cores > MOST_CORES, f"cores={run.cores} is too large: take {MOST_CORES} or less")
+  NUM_CPU_THREADS.value = run.cores or kernels.ALL_CORES
+  os.environ["NUM_CPU_THREADS"] = str(NUM_CPU_THREADS.value)
 
 def check_device() -> None:
   """Raises ValueError for variables of tinygrad that change types, and for a device that opens but has no compiler."""
@@ -649,6 +656,7 @@ def resolve(own:dict, model:dict) -> Job:
     run, model = replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
   continued = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
   cfg = Config() if continued else fresh_config(run, own, model)         # with a checkpoint, its settings count
+  use_cores(run)
   check_device()
   lines = start = params = None
   if run.mode == "eval" and run.data.endswith(".jsonl"):
@@ -688,7 +696,7 @@ def fresh_config(run:Run, own:dict, model:dict) -> Config:
 def from_checkpoint(start:Saved, run:Run, own:dict, model:dict) -> tuple[Run, Config, Saved]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
   path, cfg, recorded = start.path, atlas.config_of(start), start.meta["run"]
-  free, now = FREE, {"mode", "out", "resume", "init_from"}
+  free, now = FREE, {"mode", "out", "resume", "init_from", "cores"}
   if run.mode != "train": free, now = free | {"data", "batch", "seed", "horizon"}, now | SAMPLING | {"seed"}
   if run.mode != "train" and run.task: free = free | {"task", "length"}
   for key, x in (own | model).items():
