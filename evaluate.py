@@ -13,8 +13,8 @@ ANSWER_TOKENS = 48            # longest answer that is generated in evaluation
 PIECE = 2048                  # tokens of a long row of a question file that are read at once
 
 def predictions(params:dict, cfg:atlas.Config, x:Tensor) -> tuple[Tensor, Tensor]:
-  """Logits (B,T,vocab) for the labels of x, and the mean memory step.  For task=compression a decoder computes the
-  logits: an MLP whose input is the model's output at the last token plus a learned vector for each position (MAD)."""
+  """Logits (B,T,vocab) for the labels of x, and the mean memory step.  For task=compression a decoder computes them: an
+  MLP whose input is the model's output at the last token plus a learned vector for each position (MAD)."""
   h, _, eta = atlas.hidden(params, cfg, x)
   if decoder := params.get("decoder"):
     z = (h[:, -1:] + decoder["position"]).contiguous()
@@ -23,13 +23,12 @@ def predictions(params:dict, cfg:atlas.Config, x:Tensor) -> tuple[Tensor, Tensor
   return atlas.linear(cfg, h, params["embed"]).float(), eta
 
 # *** validation ***
-
 def evaluator(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, length:int) -> Callable[[int], np.ndarray]:
   """A function of the number of tokens to read -> mean loss in bits per token at each position of the context,
   (length,).  It is compiled once, and reads params as they are when it is called."""
   @TinyJit
-  def losses(x:Tensor, y:Tensor) -> Tensor: return atlas.token_losses(atlas.forward(params, cfg, x)[0], y).realize()
-  def evaluate(total:int) -> np.ndarray:
+  def losses(x, y): return atlas.token_losses(atlas.forward(params, cfg, x)[0], y).realize()
+  def evaluate(total):
     bits, rows = np.zeros(length), 0
     batches = list(data.windows(tokens, batch, length, total))
     for x, y in tqdm(batches, desc="validation", unit="batch", leave=False, disable=len(batches) < 2):
@@ -37,7 +36,6 @@ def evaluator(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, lengt
       rows += int((y[:, 0] >= 0).sum())
     return bits / rows
   return evaluate
-
 def quarters(curve:np.ndarray) -> list[tuple[str, float]]:
   """The mean of each quarter of the context that has a position."""
   names = ("first quarter", "second quarter", "third quarter", "last quarter")
@@ -45,44 +43,37 @@ def quarters(curve:np.ndarray) -> list[tuple[str, float]]:
 
 def scorer(params:dict, cfg:atlas.Config, task:data.Task, rows:int, seed:int) -> Callable[[int, dict], dict]:
   """A function (tokens, settings) -> scores on a task's held-out examples, about `tokens` tokens of them and at least
-  32 examples, with `settings` in place of the task's own.  It is compiled once for every length, and reads params as
-  they are when it is called. bits: mean loss of a scored place.  micro: share of the places right.  macro: its mean
-  over the labels that occur.  exact: share of the examples with all places right.  answer, for tasks in bytes: share
-  of the generated answers that count (see judged)."""
-  def read(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor]:
+  32 examples, with `settings` in place of the task's own.  It reads params as they are when it is called.
+  bits: mean loss of a scored place.  micro: share of the places right.  macro: its mean over the labels that occur.
+  exact: share of the examples with all places right.  answer, for tasks in bytes: that of the answers that count."""
+  def read(x, y):
     logits = predictions(params, cfg, x)[0]
     return logits.argmax(-1).cast("int32").realize(), atlas.token_losses(logits, y).realize()
   compiled: dict[int, Callable] = {}
   speak = speaker(params, cfg) if task.is_bytes else None
-  def score(tokens:int, settings:dict) -> dict[str, float]:
+  def score(tokens, settings):
     length = task.batch(1, 0, 0, **settings)[0].shape[1]
     count = -(-max(32, tokens // length) // rows)
     predict = compiled.setdefault(length, TinyJit(read))
-    right, labels, bits, exact, answers = [], [], [], [], list[bool]()
+    batches, answers = list[tuple](), list[bool]()
     for i in tqdm(range(count), desc="held out", unit="batch", leave=False, disable=count < 4):
       x, y = task.batch(rows, seed, data.HELD_OUT + i, **settings)
       likeliest, losses = [z.numpy() for z in predict(Tensor(x), Tensor(y))]
-      scored = y >= 0
-      right.append((likeliest == y)[scored])
-      labels.append(y[scored])
-      bits.append(losses[scored] / math.log(2))
-      exact.append(((likeliest == y) | ~scored).all(1))
+      right, scored = likeliest == y, y >= 0
+      batches.append((losses[scored] / math.log(2), right[scored], y[scored], (right | ~scored).all(1)))
       if speak: answers += answered(speak, task, x, y)
-    hits, label = np.concatenate(right), np.concatenate(labels)
-    macro = np.mean([hits[label == one].mean() for one in np.unique(label)])
-    scores = {"bits": np.concatenate(bits).mean(dtype=np.float64), "micro": hits.mean(), "macro": macro,
-              "exact": np.concatenate(exact).mean()}
+    bits, micro, labels, exact = map(np.concatenate, zip(*batches))
+    macro = np.mean([micro[labels == label].mean() for label in np.unique(labels)])
+    scores = {"bits": bits.mean(dtype=np.float64), "micro": micro.mean(), "macro": macro, "exact": exact.mean()}
     if speak: scores["answer"] = np.mean(answers)
     return {name: float(x) for name, x in scores.items()}
   return score
-
 def answered(speak:Callable, task:data.Task, x:np.ndarray, y:np.ndarray) -> list[bool]:
   """Which rows of a task in bytes are answered right, if the model generates its answer to the prompt."""
   prompts = x[:, :data.prompt_length(y)]
   targets = [bytes(labels[labels >= 0].tolist()).decode().strip() for labels in y]
   texts = speak(prompts, ANSWER_TOKENS)
   return [judged(task, bytes(prompt.tolist()), text, target) for prompt, text, target in zip(prompts, texts, targets)]
-
 def judged(task:data.Task, prompt:bytes, text:str, target:str) -> bool:
   """Whether an answer counts.  niah: it contains the value.  babi: of the labels that the question does not name, it
   names the target and no other."""
@@ -95,23 +86,22 @@ def table(score:Callable, task:data.Task, tokens:int) -> list[dict]:
   rows: list[dict] = []
   for settings in task.variants():
     name = ",".join(f"{n}={x}" for n, x in settings.items()) or "as given"
-    row = {"setting": name} | {n: f"{x:.4f}" for n, x in score(tokens, settings).items()}
-    if not rows: print("".join(f"{n:>24s}" if n == "setting" else f"{n:>9s}" for n in row))
-    print("".join(f"{x:>24s}" if n == "setting" else f"{x:>9s}" for n, x in row.items()), flush=True)
-    rows.append(row)
+    scores = {n: f"{x:.4f}" for n, x in score(tokens, settings).items()}
+    if not rows: print(f"{'setting':>24s}" + "".join(f"{n:>9s}" for n in scores))
+    print(f"{name:>24s}" + "".join(f"{x:>9s}" for x in scores.values()), flush=True)
+    rows.append({"setting": name} | scores)
   return rows
+def unit(source:data.Text|data.Task) -> str:
+  if isinstance(source, data.Task): return "label"
+  return "byte" if source.is_bytes else "token"
 
 class HeldOut:
-  """What a run is validated on: a text's last part, or a task's held-out examples.  bits: mean loss that the last
-  validation found, at each position of a text, in all of a task.  right: a task's micro."""
+  """A text's last part, or a task's held-out examples.  What the last validation gave: bits, the mean loss at each
+  position of a text, or of a task; right, a task's micro."""
   def __init__(self, params:dict, cfg:atlas.Config, source:data.Text|data.Task, rows:int, length:int, seed:int):
     self.source, self.bits, self.right = source, np.zeros(0), 0.0
     if isinstance(source, data.Task): self.score = scorer(params, cfg, source, rows, seed)
     else: self.curve = evaluator(params, cfg, source.val, rows, length)
-
-  def unit(self) -> str:
-    if isinstance(self.source, data.Task): return "label"
-    return "byte" if self.source.is_bytes else "token"
 
   def validate(self, step:int) -> None:
     """Sets bits and right; prints a task's scores."""
@@ -124,16 +114,16 @@ class HeldOut:
   def report(self, folder:Path, step:int, tokens:int) -> None:
     """Prints what the trained model is worth, and writes it into the run's folder, as mode=plot reads it."""
     if isinstance(self.source, data.Task):
-      write_table(folder, table(self.score, self.source, tokens or VALIDATION_TOKENS))
+      rows = table(self.score, self.source, tokens or VALIDATION_TOKENS)
+      write_rows(folder / "accuracy.csv", rows[0], [row.values() for row in rows])
     elif len(self.bits):
       write_positions(folder, self.bits)
-      unit, alone = self.unit(), data.entropy(self.source.val)
-      print(f"step {step}: validation {self.bits.mean():.3f} bits per {unit}; "
-            f"each {unit}'s frequency alone would give {alone:.3f}")
+      name, alone = unit(self.source), data.entropy(self.source.val)
+      print(f"step {step}: validation {self.bits.mean():.3f} bits per {name}; "
+            f"each {name}'s frequency alone would give {alone:.3f}")
       print("by position in the context: " + ", ".join(f"{name} {bits:.3f}" for name, bits in quarters(self.bits)))
 
 # *** output ***
-
 class Output:
   """A stream for text that shows other characters than its encoding has as \\x.., and nothing once nobody reads it."""
   def __init__(self, stream:Any): self.stream, self.open = stream, stream is not None
@@ -161,18 +151,16 @@ def shown() -> Iterator[None]:
   with contextlib.redirect_stdout(Output(sys.stdout)) as out, contextlib.redirect_stderr(Output(sys.stderr)) as err:
     try: yield
     finally:
-      out.flush()
-      err.flush()
+      for stream in (out, err): stream.flush()
 
 # *** sampling ***
-
 def prompt_ids(prompt:str, cfg:atlas.Config, is_bytes:bool) -> list[int]:
   """The tokens of prompt=, of the file in prompt=@FILE (@@ begins a text with @), or of a default that the vocabulary
-  has. ValueError for a file that cannot be read, or a token outside the vocabulary."""
+  has.  ValueError for a file that cannot be read, or a token outside the vocabulary."""
   default = "0"
   if is_bytes: default = "def " if cfg.vocab > ord("f") else "\0"
-  if not prompt.startswith("@"): return data.encode(prompt or default, is_bytes, cfg.vocab)
-  if prompt.startswith("@@"): return data.encode(prompt[1:], is_bytes, cfg.vocab)
+  if prompt[:1] != "@" or prompt[:2] == "@@":
+    return data.encode(prompt.removeprefix("@") or default, is_bytes, cfg.vocab)
   try: content = Path(os.path.expanduser(prompt[1:])).read_bytes()
   except OSError as e:
     raise ValueError(f"prompt={prompt} cannot be read ({e.strerror}): name a file; text begins with @@") from None
@@ -186,8 +174,8 @@ def token_step(params:dict, cfg:atlas.Config) -> Callable:
   """token (B,1), state -> logits, state.  It is jitted for every capacity of the caches that it meets, but not for the
   step that fills a cache, which doubles it."""
   compiled: dict[int|None, Callable] = {}
-  def forward(token:Tensor, state:dict) -> tuple[Tensor, dict]: return atlas.forward(params, cfg, token, state)
-  def step(token:Tensor, state:dict) -> tuple[Tensor, dict]:
+  def forward(token, state): return atlas.forward(params, cfg, token, state)
+  def step(token, state):
     room = atlas.room(cfg, state)
     if room is None or kernels.read_position(state) != room:
       return compiled.setdefault(room, TinyJit(forward))(token, state)
@@ -195,33 +183,31 @@ def token_step(params:dict, cfg:atlas.Config) -> Callable:
     Tensor.realize(logits, *state.values())
     return logits, state
   return step
-
+def aligned(cfg:atlas.Config) -> int:
+  """The number of tokens after which a chunk and a segment end together."""
+  return math.lcm(cfg.chunk, cfg.attn_window if cfg.mixer == "mac" else 1)
 def reader(params:dict, cfg:atlas.Config, step:Callable) -> Callable[[np.ndarray], tuple[Tensor, dict]]:
   """A function of tokens (B,P) -> logits of its last call and the state after the tokens.  One compiled call reads
-  whole chunks (segments), and `step` (see token_step) the rest, token by token, so memory does not grow with P.  If
-  caches grow, one call reads all tokens, compiled anew for every length."""
-  piece = math.lcm(cfg.chunk, cfg.attn_window if cfg.mixer == "mac" else 1)
-  first = TinyJit(lambda x: atlas.forward(params, cfg, x))
-  more = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
-  def copied(logits:Tensor, state:dict) -> tuple[Tensor, dict]:
-    return logits, {n: z.clone().realize() for n, z in state.items()}
-  def read(x:np.ndarray) -> tuple[Tensor, dict]:
+  whole chunks (segments), and `step` (see token_step) the rest, so that memory does not grow with P.  If caches grow,
+  one call reads all tokens, compiled anew for every length."""
+  def forward(x, state=None): return atlas.forward(params, cfg, x, state)
+  piece, first, more = aligned(cfg), TinyJit(forward), TinyJit(forward)
+  def copied(logits, state): return logits, {n: z.clone().realize() for n, z in state.items()}
+  def read(x):
     length = x.shape[1]
     ends = [length] if atlas.growing(cfg) else list(range(piece, length + 1, piece)) or [1]
-    def part(start:int, end:int) -> Tensor: return Tensor(np.ascontiguousarray(x[:, start:end], dtype=np.int32))
-    begin = first if ends[0] == piece else lambda x: atlas.forward(params, cfg, x)
-    logits, state = copied(*begin(part(0, ends[0])))
+    def part(start, end): return Tensor(np.ascontiguousarray(x[:, start:end], dtype=np.int32))
+    logits, state = copied(*(first if ends[0] == piece else forward)(part(0, ends[0])))
     for start, end in zip(ends, ends[1:]): logits, state = copied(*more(part(start, end), state))
     for i in range(ends[-1], length): logits, state = step(part(i, i + 1), state)
     return logits, state
   return read
 
 def speaker(params:dict, cfg:atlas.Config) -> Callable[[np.ndarray, int], list[str]]:
-  """A function of prompts (B,P) of bytes and n -> the continuations, likeliest byte by byte, up to a newline and n
-  bytes at most."""
+  """A function of prompts (B,P) of bytes and n -> the likeliest continuations, up to a newline or n bytes."""
   step = token_step(params, cfg)
   read = reader(params, cfg, step)
-  def speak(prompts:np.ndarray, n:int) -> list[str]:
+  def speak(prompts, n):
     logits, state = read(prompts)
     text = np.zeros((len(prompts), 0), np.int32)
     for _ in range(n):
@@ -231,10 +217,8 @@ def speaker(params:dict, cfg:atlas.Config) -> Callable[[np.ndarray, int], list[s
       logits, state = step(Tensor(token), state)
     return [bytes(row.tolist()).split(b"\n")[0].decode(errors="replace") for row in text]
   return speak
-
 def drawn(scores:np.ndarray, temperature:float, top_k:int, rng:np.random.Generator) -> int:
-  """A token drawn from the softmax of scores / temperature over the top_k largest (0: all); at temperature 0 the
-  likeliest."""
+  """A token drawn from the softmax of scores / temperature over the top_k largest (0: all); at 0 the likeliest."""
   if temperature == 0: return int(scores.argmax())
   scores = (scores.astype(np.float64) - scores.max()) / temperature
   if 0 < top_k < len(scores): scores[scores < np.sort(scores)[-top_k]] = -np.inf
@@ -242,12 +226,11 @@ def drawn(scores:np.ndarray, temperature:float, top_k:int, rng:np.random.Generat
 
 def sample(params:dict, cfg:atlas.Config, prompt_ids:list[int], is_bytes:bool, tokens:int=200, temperature:float=0.8,
            top_k:int=40, seed:int=0) -> None:
-  """Prints a continuation of the prompt.  The state streams: memory does not grow with the length, but for full
-  attention's keys."""
+  """Prints a continuation of the prompt.  Memory grows with its length only where the state's caches do."""
   rng, seconds = np.random.default_rng(seed), list[float]()
   known = min(256, cfg.vocab) if is_bytes else cfg.vocab           # a vocabulary may be larger than there are bytes
   decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")      # keeps the bytes of an incomplete character
-  def show(ids:list[int], separator:str=",") -> None:
+  def show(ids, separator=","):
     print(decoder.decode(bytes(ids)) if is_bytes else separator + ",".join(map(str, ids)), end="", flush=True)
   print(f"--- sample, temperature {temperature}, seed {seed} ---")
   step = token_step(params, cfg)
@@ -266,7 +249,6 @@ def sample(params:dict, cfg:atlas.Config, prompt_ids:list[int], is_bytes:bool, t
   print(f"\n--- {len(seconds)} tokens, {speed} ---")
 
 # *** files for evaluation: text, and lines of questions ***
-
 def positions(params:dict, cfg:atlas.Config, text:data.Text, start_path:Path, batch:int, length:int,
               tokens:int=0) -> None:
   """Prints the validation loss by position in the context, and beyond the trained length where the text is long enough;
@@ -274,29 +256,27 @@ def positions(params:dict, cfg:atlas.Config, text:data.Text, start_path:Path, ba
   reach = min(2 * length, len(text.val) - 1)
   read = max(1, min(tokens or VALIDATION_TOKENS, len(text.val) - 1) // reach) * reach
   curve = evaluator(params, cfg, text.val, batch, reach)(tokens or VALIDATION_TOKENS)
-  trained, beyond, unit = curve[:length], curve[length:], "byte" if text.is_bytes else "token"
-  print(f"{text.name}: {read:,} of {len(text.val):,} {unit}s read, in windows of {reach}")
-  print(f"{start_path}: validation loss {trained.mean() * math.log(2):.4f} nats, {trained.mean():.4f} bits per {unit}")
-  for name, bits in quarters(trained): print(f"  {name} of {min(length, reach)}: {bits:.4f}")
+  trained, beyond, name = curve[:length], curve[length:], unit(text)
+  print(f"{text.name}: {read:,} of {len(text.val):,} {name}s read, in windows of {reach}")
+  print(f"{start_path}: validation loss {trained.mean() * math.log(2):.4f} nats, {trained.mean():.4f} bits per {name}")
+  for quarter, bits in quarters(trained): print(f"  {quarter} of {min(length, reach)}: {bits:.4f}")
   if len(beyond): print(f"  beyond, to {reach}: {beyond.mean():.4f}")
   write_positions(start_path.parent, curve)
 
 def likelihoods(params:dict, cfg:atlas.Config, rows:list[tuple[bytes, bytes]], batch:int) -> list[tuple[float, bool]]:
-  """(context, continuation) -> log-likelihood of the continuation after the context in nats, and whether each of its
-  bytes is the likeliest one.  Rows are padded at their end to powers of two, which does not change a causal model's
-  values.  They are read in pieces of PIECE tokens or a little more, so that memory does not grow with a row, unless
-  caches do."""
-  step = math.lcm(cfg.chunk, cfg.attn_window if cfg.mixer == "mac" else 1)
-  piece = 1 << 62 if atlas.growing(cfg) else -(-PIECE // step) * step
-  def measured(x:Tensor, y:Tensor, state:dict|None) -> tuple[Tensor, Tensor, dict]:
+  """(context, continuation) -> log-likelihood of the continuation in nats, and whether it is the likeliest one, byte by
+  byte.  Rows are padded at their end to powers of two, which does not change a causal model's values, and read in
+  pieces of PIECE tokens or a little more, so that memory grows with a row only where caches do."""
+  piece = 1 << 62 if atlas.growing(cfg) else -(-PIECE // aligned(cfg)) * aligned(cfg)
+  def measured(x, y, state=None):
     logits, after = atlas.forward(params, cfg, x, state)
-    greedy = ((logits.argmax(-1) == y) | (y < 0)).min(1)
-    return atlas.token_losses(logits, y).sum(1).realize(), greedy.realize(), after
-  first, more = TinyJit(lambda x, y: measured(x, y, None)), TinyJit(measured)
+    likeliest = ((logits.argmax(-1) == y) | (y < 0)).min(1)
+    return atlas.token_losses(logits, y).sum(1).realize(), likeliest.realize(), after
+  first, more = TinyJit(measured), TinyJit(measured)
   rows = [(context or b"\n", continuation) for context, continuation in rows]
-  sizes = [max(64, 1 << (len(context + continuation) - 2).bit_length()) for context, continuation in rows]
+  sizes = [max(64, 1 << (len(b"".join(row)) - 2).bit_length()) for row in rows]
   sizes = [size if size <= piece else -(-size // piece) * piece for size in sizes]
-  results = [(0.0, False)] * len(rows)
+  nats, greedy = np.zeros(len(rows)), np.ones(len(rows), bool)
   with tqdm(total=len(rows), desc="reading", unit="row", leave=False) as bar:
     for size in sorted(set(sizes)):
       alike = [i for i, s in enumerate(sizes) if s == size]
@@ -308,21 +288,19 @@ def likelihoods(params:dict, cfg:atlas.Config, rows:list[tuple[bytes, bytes]], b
           ids, start = np.frombuffer(b"".join(rows[i]), np.uint8), len(rows[i][0])
           x[row, :len(ids) - 1] = ids[:-1]
           y[row, start - 1:len(ids) - 1] = ids[start:]
-        nats, greedy, state = np.zeros(batch), np.ones(batch, bool), dict[str, Tensor]()
+        state: dict[str, Tensor] = {}
         for here in range(0, size, piece):
           part = [Tensor(np.ascontiguousarray(z[:, here:here + piece])) for z in (x, y)]
           lost, likeliest, after = more(*part, state) if here else first(*part)
-          nats, greedy = nats - lost.numpy(), greedy & likeliest.numpy().astype(bool)
+          nats[some] -= lost.numpy()[:len(some)]
+          greedy[some] &= likeliest.numpy()[:len(some)].astype(bool)
           state = {n: z.clone().realize() for n, z in after.items()}       # the next call may write over these
-        for row, i in enumerate(some): results[i] = float(nats[row]), bool(greedy[row])
         bar.update(len(some))
-  return results
+  return list(zip(nats.tolist(), greedy.tolist()))
 
 # *** question files ***
-
 def _are_texts(x:Any, least:int=1) -> bool:
   return isinstance(x, list) and len(x) >= least and all(isinstance(text, str) and text.strip() for text in x)
-
 def _kind(row:Any) -> str:
   """The kind of a line: choice, recall or last.  ValueError says what is wrong with it."""
   data.refuse(not isinstance(row, dict), "is not an object")
@@ -344,8 +322,7 @@ def _kind(row:Any) -> str:
   return "last"
 
 def json_lines(path:Path, skip_bad:bool=False) -> tuple[list[tuple[str, dict]], int]:
-  """(kind, line) of every line that is not blank, and how many bad ones were skipped.
-  ValueError names the first bad line and what is wrong."""
+  """(kind, line) of every line that is not blank, and how many bad ones were skipped.  ValueError for the first one."""
   rows, skipped = list[tuple[str, dict]](), 0
   try: lines = path.read_bytes().split(b"\n")
   except OSError as e: raise ValueError(f"data={path} cannot be read ({e.strerror}): give another path") from None
@@ -368,7 +345,6 @@ def evaluate_lines(params:dict, cfg:atlas.Config, lines:list[tuple[str, dict]], 
   if choice: multiple_choice(params, cfg, choice, batch)
   if recall: answers(params, cfg, recall)
   if last: last_words(params, cfg, last, batch)
-
 def multiple_choice(params:dict, cfg:atlas.Config, lines:list[dict], batch:int) -> None:
   """acc: the answer is the likeliest continuation.  acc_norm: it is the likeliest one per character."""
   rows, sizes = list[tuple[bytes, bytes]](), list[int]()
@@ -379,15 +355,13 @@ def multiple_choice(params:dict, cfg:atlas.Config, lines:list[dict], batch:int) 
       before, scored = (context + gap + choice, line["suffix"]) if "suffix" in line else (context, gap + choice)
       rows.append((before.encode(), scored.encode()))
       sizes.append(len(scored.strip()))
-  nats, at, hits = np.array([z for z, _ in likelihoods(params, cfg, rows, batch)]), 0, list[tuple[bool, bool]]()
-  for line in lines:
-    of_line = slice(at, at + len(line["choices"]))
+  ends, hits = np.cumsum([len(line["choices"]) for line in lines]), list[tuple[bool, bool]]()
+  scores = np.array([[nats for nats, _ in likelihoods(params, cfg, rows, batch)], sizes])
+  for line, (nats, size) in zip(lines, np.split(scores, ends, axis=1)):
     answer = line["choices"].index(line["answer"]) if isinstance(line["answer"], str) else line["answer"]
-    hits.append((nats[of_line].argmax() == answer, (nats[of_line] / sizes[of_line]).argmax() == answer))
-    at = of_line.stop
+    hits.append((nats.argmax() == answer, (nats / size).argmax() == answer))
   acc, acc_norm = np.mean(hits, axis=0)
   print(f"multiple choice: {len(lines)} lines, acc {acc:.4f}, acc_norm {acc_norm:.4f}")
-
 def answers(params:dict, cfg:atlas.Config, lines:list[dict]) -> None:
   """Recall: one of the answers is contained in what the model generates after context and question."""
   speak, right = speaker(params, cfg), 0
@@ -396,7 +370,6 @@ def answers(params:dict, cfg:atlas.Config, lines:list[dict]) -> None:
     text = speak(np.frombuffer(prompt.encode(), np.uint8)[None], ANSWER_TOKENS)[0].lower()
     right += any(z.strip().lower() in text for z in line["answers"])
   print(f"recall: {len(lines)} lines, contains {right / len(lines):.4f}")
-
 def last_words(params:dict, cfg:atlas.Config, lines:list[dict], batch:int) -> None:
   """acc: all bytes of a text's last word are the likeliest ones.  perplexity: that of the word."""
   rows: list[tuple[bytes, bytes]] = []
@@ -409,33 +382,24 @@ def last_words(params:dict, cfg:atlas.Config, lines:list[dict], batch:int) -> No
   print(f"last word: {len(lines)} lines, acc {np.mean([hit for _, hit in scores]):.4f}, perplexity {perplexity:.4g}")
 
 # *** tables and pictures of a run ***
-
 def write_rows(path:Path, names:Iterable[str], rows:Iterable[Iterable]) -> None:
   """A .csv file, whole or not at all."""
   temporary = path.with_suffix(".tmp")
   with temporary.open("w", newline="") as file: csv.writer(file).writerows([names, *rows])
   temporary.replace(path)
-
-def write_table(folder:Path, rows:list[dict]) -> None:
-  """A task's accuracy in every setting, as mode=plot reads it."""
-  write_rows(folder / "accuracy.csv", rows[0], [row.values() for row in rows])
-
 def write_positions(folder:Path, curve:np.ndarray) -> None:
-  """The loss by position in the context, as mode=plot reads it."""
   write_rows(folder / "positions.csv", ("position", "bits"), [(i + 1, f"{x:.6f}") for i, x in enumerate(curve)])
-
 def column(path:Path, x:str, y:str, kind:type=int) -> list[tuple[Any, float]]:
   """Two columns of a .csv file, without the rows in which y is empty; none where there is no file."""
   try: return [(kind(row[x]), float(row[y])) for row in csv.DictReader(path.read_text().splitlines()) if row[y]]
   except FileNotFoundError: return []
   except (KeyError, TypeError, ValueError, csv.Error):
     raise ValueError(f"{path} is damaged: move it away, or train anew") from None
-
 def curves(out:Path) -> tuple[list, list, list, list]:
-  """What there is to draw, in pairs: step and loss, step and held-out bits, position and bits, setting and accuracy."""
-  return (column(out / "log.csv", "step", "loss"), column(out / "log.csv", "step", "val_bpb"),
-          column(out / "positions.csv", "position", "bits"), column(out / "accuracy.csv", "setting", "micro", str))
-
+  """What there is to draw, in pairs: step and bits, step and held-out bits, position and bits, setting and accuracy."""
+  log = [(step, nats / math.log(2)) for step, nats in column(out / "log.csv", "step", "loss")]
+  return (log, column(out / "log.csv", "step", "val_bpb"), column(out / "positions.csv", "position", "bits"),
+          column(out / "accuracy.csv", "setting", "micro", str))
 def check_plot(out:Path) -> None:
   """Raises ValueError unless there is something to draw, and matplotlib to draw it with."""
   log, advice = curves(out)[0], "train first, or name the folder of a run"
@@ -444,8 +408,10 @@ def check_plot(out:Path) -> None:
   except ImportError:
     raise ValueError("mode=plot draws with matplotlib: pip install '.[plot]' (or pip install matplotlib)") from None
 
-def smooth(values:np.ndarray, width:int) -> np.ndarray: return np.convolve(values, np.ones(width) / width, "valid")
-
+def smooth(points:list, parts:int) -> tuple[np.ndarray, np.ndarray, int]:
+  """Running means over one part of the points: the last x of each, the means, and the number of points in one."""
+  (x, y), width = np.array(points, float).T, max(1, len(points) // parts)
+  return x[width - 1:], np.convolve(y, np.ones(width) / width, "valid"), width
 def plot(out:Path) -> None:
   """Draws out/log.csv: loss and validation against steps; beside it the loss by position in the context, or the
   accuracy of a task in every setting it was evaluated at.  Writes out/log.png."""
@@ -454,17 +420,15 @@ def plot(out:Path) -> None:
   panels = 2 if by_position or accuracy else 1
   figure, axes = plt.subplots(1, panels, figsize=(1 + 4 * panels, 3.4), layout="constrained", squeeze=False)
   left, right = axes[0, 0], axes[0, -1]
-  steps, bits = [step for step, _ in log], np.array([loss for _, loss in log]) / math.log(2)
-  width = max(1, len(bits) // 20)
-  left.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
-  left.plot(steps[width - 1:], smooth(bits, width), color="C0", label=f"training, mean of {width}")
+  steps, bits, width = smooth(log, 20)
+  left.plot(*zip(*log), color="C0", alpha=0.3, linewidth=0.8)
+  left.plot(steps, bits, color="C0", label=f"training, mean of {width}")
   if validations: left.plot(*zip(*validations), "o-", color="C1", label="held out")
   left.set(xlabel="step", ylabel="bits per token" if by_position else "bits", title=out.name)
   left.legend(frameon=False, fontsize=8)
   if by_position:
-    x, y = [place for place, _ in by_position], np.array([bits for _, bits in by_position])
-    width = max(1, len(y) // 16)
-    right.plot(x[width - 1:], smooth(y, width), color="C2")
+    places, bits, width = smooth(by_position, 16)
+    right.plot(places, bits, color="C2")
     right.set(xlabel="position in the context", ylabel="bits", title=f"held-out loss by position, mean of {width}")
   elif accuracy:
     right.barh(*zip(*accuracy), color="C2")

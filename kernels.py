@@ -7,18 +7,20 @@ loop nests of them and their adjoints; dense products (`matmul`); the recurrence
 which takes one of the forms.
 """
 from __future__ import annotations
-import contextlib, functools, itertools, math, operator, os, sqlite3, sys
+import contextlib, ctypes, functools, itertools, math, operator, os, sqlite3, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, cast
 import numpy as np
 from tinygrad import Device, Tensor, UOp, codegen, dtypes, helpers
-from tinygrad.codegen import to_program
+from tinygrad.codegen import do_to_program
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.jit import JitError
-from tinygrad.helpers import Context, disable_gc
+from tinygrad.helpers import NUM_CPU_THREADS, Context, disable_gc
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
+from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, PatternMatcher
 from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, by_expansion, by_ops, feature_size,
                   for_batch, gradients, monomial_scales, monomial_table, named, part_of, phi, sizes, to_multiple,
@@ -29,6 +31,9 @@ from rule import newton_schulz  # noqa: F401  # part of the interface, with phi,
 clang = Path(sys.executable).parent / "clang"
 if "CC" not in os.environ and clang.exists(): os.environ["CC"] = str(clang)
 
+# tinygrad's worker processes end after so many kernels, 16 unless given, and a new one is slow at first.
+os.environ.setdefault("BEAM_MAX_TASKS_PER_CHILD", "1000")
+
 @functools.cache
 def database() -> sqlite3.Connection:
   """tinygrad's database of compiled kernels, open to all threads: a server answers in threads of its own."""
@@ -37,6 +42,79 @@ def database() -> sqlite3.Connection:
   connection.execute("PRAGMA journal_mode=WAL").fetchone()
   return connection
 vars(helpers)["db_connection"] = database
+
+# *** all cores of a CPU ***
+
+# tinygrad cuts a large kernel of a CPU into parts, as many as NUM_CPU_THREADS at most, and runs them one after another.
+# Here a thread for each core runs them: ctypes gives up Python's lock while a part runs.
+SCRATCH = ("values", "grads")  # names of arguments that hold the scratch memory of all parts
+HAND_OVER = 150e-6            # seconds of a kernel below which handing its parts to threads costs more than it gains
+serial_call = CPUProgram.__call__
+
+@functools.cache
+def threads(process:int, number:int) -> ThreadPoolExecutor:
+  """Threads of a process: one that was forked has none of its parent's."""
+  return ThreadPoolExecutor(number)
+
+def parallel_call(program:Any, *buffers:Any, global_size:tuple=(1, 1, 1), vals:tuple=(), **options:Any) -> float|None:
+  """CPUProgram.__call__ with the parts of a kernel on all cores.  The first two calls run its parts one after another,
+  and their time decides.  Parts that run side by side have scratch memory of their own: they get other pointers,
+  because clang takes three times as long for a kernel that computes where its scratch begins.  No exception leaves a
+  part running, since its buffers would be freed."""
+  start, workers = time.perf_counter(), min(global_size[0], NUM_CPU_THREADS.value)
+  slot, seconds = program.runtimevars.get("core_id"), program.__dict__.setdefault("seconds", [])
+  if workers == 1 or slot is None or program.lvp or len(seconds) < 2 or min(seconds) < HAND_OVER:
+    result = serial_call(program, *buffers, global_size=global_size, vals=vals, **options)
+    if len(seconds) < 2: seconds.append(time.perf_counter() - start)
+    return result
+  strides = [4 * shape[0] // global_size[0] if name in SCRATCH else 0 for name, _, _, shape in program.signature]
+  def run(first:int) -> None:
+    for part in range(first, global_size[0], workers):
+      numbers = [buffer.va_addr + part * stride for buffer, stride in zip(buffers, strides)] + list(vals)
+      numbers[slot] = part
+      program.fxn(*map(ctypes.c_uint64, numbers))
+  futures, fault = [threads(os.getpid(), workers - 1).submit(run, first) for first in range(1, workers)], None
+  try: run(0)
+  except BaseException as e: fault = e
+  while not all(future.done() for future in futures):
+    try: wait(futures)
+    except BaseException as e: fault = e                   # Ctrl-C
+  if fault: raise fault
+  return time.perf_counter() - start
+
+CPUProgram.__call__ = parallel_call                        # type: ignore[method-assign, assignment]
+
+class Vectors(NamedTuple):
+  """The vector registers of a CPU."""
+  lanes:int                                 # numbers in one of them
+  registers:int
+
+@functools.cache
+def vectors(device:str) -> Vectors:
+  """The registers that the compiler of a device uses: seen in what it makes of a loop.  AVX2 for what is no CPU."""
+  compiler:Any = Device[device].renderer.compiler
+  if not hasattr(compiler, "args"): return Vectors(8, 16)
+  options = [f"--target={compiler.arch}-none-unknown-elf", *compiler.args, "-O2", "-x", "c", "-", "-S", "-o", "-"]
+  source = b"""
+    void loop(float *x) { for (int i = 0; i < 4096; i++) x[i] *= 2; }
+    #ifdef __AVX512VL__
+    void twice_the_registers(void) {}
+    #endif"""
+  assembly = subprocess.check_output([os.environ.get("CC", "clang"), *options], input=source)
+  if b"zmm" in assembly: return Vectors(16, 32)
+  if b"ymm" in assembly: return Vectors(8, 32 if b"twice" in assembly else 16)
+  return Vectors(4, 32 if b".4s" in assembly else 16)      # NEON; SSE
+
+@functools.cache
+def tile_shape(R:int, C:int, vectors:Vectors) -> tuple[int, int]:
+  """Rows and columns of a product (R,C) whose sums stay in registers.  For each term the inner loop loads a number of
+  every row and the vectors of the columns: the tile with the most multiplications a load is best."""
+  def loads(columns): return -(-columns // vectors.lanes)
+  columns = [n for n in range(1, min(C, 4 * vectors.lanes) + 1) if C % n == 0]
+  columns = [n for n in columns if n % vectors.lanes == 0] or columns
+  shapes = [(r, c) for r in (1, 2, 3, 4, 6) for c in columns if R % r == 0 and r * loads(c) <= vectors.registers * 3 // 4]
+  return max(shapes, key=lambda shape: (shape[0] * shape[1] / (shape[0] + loads(shape[1])), shape[1]))
+
 # *** matrices inside a kernel ***
 
 @functools.cache
@@ -190,8 +268,9 @@ class Kernel:
 
   A kernel is built twice.  The first time it is `quiet`: it makes no code and only counts the scratch memory it
   needs."""
-  def __init__(self, values:UOp, grads:UOp|None, quiet:bool):
+  def __init__(self, values:UOp, grads:UOp|None, quiet:bool, vectors:Vectors):
     self.values, self.grads, self.quiet = values, grads, quiet               # scratch for matrices and their gradients
+    self.vectors = vectors
     self.origin:Any = 0                                                      # where the scratch of this turn begins
     self.grads_origin:Any = 0
     self.used, self.used_grads = 0, 0                                        # numbers of scratch that are taken
@@ -313,7 +392,7 @@ class Kernel:
       if not add: self.each(out, lambda i, j: 0.0, ())
       return self.gather(out.transpose(), lambda i, j, a, b: a * b * scale, (y.transpose(), x), (C, K))
     if y.cols != 1 and C > 1: y = self.copied(y)
-    height, width, depth = divisor(R, 4, 3, 2), divisor(C, 24, 32, 16, 8), K
+    (height, width), depth = tile_shape(R, C, self.vectors), K
     if large and K > 256: depth = max(n for n in range(1, 257) if K % n == 0)
     panel = self.new((depth, width)) if large and R > 16 else None
     if self.quiet: return
@@ -458,6 +537,10 @@ def on_cpu(device) -> bool:
   """Whether it is one CPU device; a tuple of devices is none."""
   return isinstance(device, str) and device.startswith("CPU")
 
+def parts_of(heads:int, device:str) -> int:
+  """Parts of a kernel over heads: all of them on a GPU; on a CPU as many equal parts as there are cores, or fewer."""
+  return divisor(heads, NUM_CPU_THREADS.value) if on_cpu(device) else heads
+
 class Compiled(NamedTuple):
   args:list[str]          # names of the arguments that the program takes, in order
   size:dict[str, int]     # how many numbers each holds
@@ -480,21 +563,24 @@ class LoopOrder:
 
 @disable_gc()
 def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compiled:
-  """A compiled kernel.  Its code is kept and its thousands of operations are not, since every pass over the graph would
-  visit them.  Three passes cost the square of a kernel's length and are not needed: the search for barriers around
-  LOCAL memory, the search for the order of loops, and the comparison of operations that differ only in their waits."""
-  replaced = {"pm_implicit_barriers": PatternMatcher([]), "CFGContext": LoopOrder}
-  original = {name: getattr(codegen, name) for name in replaced}
+  """A kernel as source code; tinygrad compiles the code with the other kernels of a step, in its worker processes.  The
+  thousands of operations are not kept, since every pass over the graph would visit them.  Three passes cost the
+  square of a kernel's length and are not needed: the search for barriers around LOCAL memory, the search for the order
+  of loops, and the comparison of operations that differ only in their waits."""
+  replaced = {"pm_implicit_barriers": PatternMatcher([]), "CFGContext": LoopOrder,
+              "pm_to_program": PatternMatcher(codegen.pm_to_program.patterns[:-1])}          # all but do_compile
+  original, renderer = {name: getattr(codegen, name) for name in replaced}, Device[device].renderer
   for name, x in replaced.items(): setattr(codegen, name, x)
   try:
-    with Context(TUPLE_ORDER=0): program = to_program(sink, Device[device].renderer)
+    with Context(TUPLE_ORDER=0): program = do_to_program(sink, renderer)
   finally:
     for name, x in original.items(): setattr(codegen, name, x)
-  place = {slot: n for n, slot in enumerate(program.arg.globals)}
-  params = tuple(u.replace(arg=replace(u.arg, slot=place[u.arg.slot])) for u in program.src[1].src if u.op is Ops.PARAM)
-  slots = {name: tuple(place[slot] for slot in getattr(program.arg, name)) for name in ("globals", "outs", "ins")}
-  light = (UOp(Ops.SINK, arg=program.src[0].arg), program.src[1].replace(src=params), *program.src[2:])
-  return Compiled([args[slot] for slot in place], size, program.replace(arg=replace(program.arg, **slots), src=light))
+  assert program.arg.globals == tuple(range(len(program.arg.globals))), "only the last arguments may be without use"
+  params = [u for u in program.src[1].src if u.op is Ops.PARAM]
+  for n, u in enumerate(params[:len(program.arg.globals)]):
+    if args[n] in SCRATCH: params[n] = u.replace(arg=replace(u.arg, name=args[n]))
+  light = (UOp(Ops.SINK, arg=program.src[0].arg), program.src[1].replace(src=tuple(params)), *program.src[2:])
+  return Compiled(args[:len(program.arg.globals)], size, program.replace(src=light))
 
 def run_kernel(kernel:Compiled, inputs:dict[str, Tensor], device:str, grad_fxn:Callable|None=None) -> dict[str, Tensor]:
   """Every argument after the call; those without an input are new."""
@@ -507,17 +593,23 @@ def run_kernel(kernel:Compiled, inputs:dict[str, Tensor], device:str, grad_fxn:C
 # *** dense products ***
 
 @functools.cache
-def matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, device:str) -> Compiled:
-  """G products (R,K) (K,C); xt, yt: the factor is stored transposed."""
+def matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, cores:int, device:str) -> Compiled:
+  """G products (R,K) (K,C); xt, yt: the factor is stored transposed.  Cores share the products, or else their rows."""
+  groups = divisor(G, cores)
+  bands = divisor(R, cores // groups)
+  parts, rows = groups * bands, R // bands
   def build(scratch):
-    size = dict(out=G * R * C, values=max(scratch, 1), x=G * R * K, y=G * K * C)
-    out, values, x, y = [UOp.placeholder((n,), dtypes.float, slot=slot) for slot, n in enumerate(size.values())]
-    kernel = Kernel(values, None, scratch < 0)
-    with kernel.loop(G) as g:
-      def matrix(buffer, rows, columns, transposed):
-        if transposed: return matrix(buffer, columns, rows, False).transpose()
-        return Stored(kernel, buffer, (rows, columns), g * (rows * columns), columns)
-      kernel.product(matrix(out, R, C, False), matrix(x, R, K, xt), matrix(y, K, C, yt), large=True)
+    size = dict(out=G * R * C, x=G * R * K, y=G * K * C, values=max(parts * scratch, 1))
+    out, x, y, values = [UOp.placeholder((n,), dtypes.float, slot=slot) for slot, n in enumerate(size.values())]
+    kernel = Kernel(values, None, scratch < 0, vectors(device))
+    with kernel.loop(parts, AxisType.GLOBAL) as part:
+      with kernel.loop(G // groups) as turn:
+        g, band = part // bands * (G // groups) + turn, part % bands * rows
+        def matrix(buffer, i, j, transposed):
+          if transposed: return matrix(buffer, j, i, False).transpose()
+          return Stored(kernel, buffer, (i, j), g * (i * j), j)
+        share = matrix(x, R, K, xt).block(band, rows)
+        kernel.product(matrix(out, R, C, False).block(band, rows), share, matrix(y, K, C, yt), large=True)
     return size, kernel.code(f"matmul_{G}_{R}_{C}_{K}", sum(size.values())), kernel.used
   size, sink, _ = build(build(-1)[2])
   return compiled(list(size), size, sink, device)
@@ -546,17 +638,17 @@ def matmul(x:Tensor, y:Tensor, xt:bool=False, yt:bool=False) -> Tensor:
     lead = (*axes, R)
   if on_cpu(x.device) or x.dtype != y.dtype:
     x, y = x.cast(dtypes.float), y.cast(dtypes.float)
-  tiled = on_cpu(x.device) and (C < 8 or divisor(C, 24, 32, 16, 8) >= 4)
+  tiled = on_cpu(x.device) and (C < 8 or tile_shape(R, C, vectors(cast(str, x.device)))[1] >= 4)
   if not tiled:
     return transposed(x, xt).dot(transposed(y, yt), dtype=dtypes.float).reshape(*lead, C)
   G, device = math.prod(sizes(x)[:-2]), cast(str, x.device)
   def backward(g, call):
     shapes = (K, R) if xt else (R, K), (C, K) if yt else (K, C), (R, C)
-    a, b, g = [Tensor(z).reshape(G, *shape) for z, shape in zip((*call.src[-2:], g), shapes)]
+    a, b, g = [Tensor(z).reshape(G, *shape) for z, shape in zip((*call.src[2:4], g), shapes)]          # out, x, y
     da = matmul(b, g, yt, True) if xt else matmul(g, b, False, not yt)
     db = matmul(g, a, True, xt) if yt else matmul(a, g, not xt, False)
-    return (*[None] * (len(call.src) - 3), da.reshape(-1).uop, db.reshape(-1).uop)
-  kernel = matmul_kernel(G, R, C, K, xt, yt, device)
+    return (None, da.reshape(-1).uop, db.reshape(-1).uop, *[None] * (len(call.src) - 4))
+  kernel = matmul_kernel(G, R, C, K, xt, yt, NUM_CPU_THREADS.value, device)
   flat = dict(x=x.reshape(-1).contiguous(), y=y.reshape(-1).contiguous())
   return run_kernel(kernel, flat, device, backward)["out"].reshape(*lead, C)
 
@@ -585,13 +677,13 @@ class Layout:
     self.starts = {name: sum(sizes[:n]) for n, (name, _, _) in enumerate(weights)}
   def views(self, kernel:Kernel, buffer:UOp|None, start, grads:UOp|None=None, grad_start:Any=0) -> dict[str, Stored]:
     """The matrices of a row that begins at `start` of a buffer, and their gradients in `grads`."""
-    views = {}
-    for name, o, i in self.weights:
-      (R, C), at = (i, o) if i >= o else (o, i), self.starts[name]
-      grad = None if grads is None else Stored(kernel, grads, (R, C), grad_start + at, C)
-      m = Stored(kernel, buffer, (R, C), start + at, C, 1, grad)
-      views[name] = m.transpose() if i >= o else m
-    return views
+    row = (1, self.M_size)
+    grad = None if grads is None else Stored(kernel, grads, row, grad_start, self.M_size)
+    return self.parts(Stored(kernel, buffer, row, start, self.M_size, 1, grad))
+  def parts(self, row:Stored) -> dict[str, Stored]:
+    """The matrices in a row."""
+    def part(name, o, i): return row.view((o, i), self.starts[name], *((1, o) if i >= o else (i, 1)))
+    return {w[0]: part(*w) for w in self.weights}
   def pack(self, parts:list[Weights]) -> Tensor:
     """Dicts of (heads,o,i) -> (heads, numbers); columns are padded with zeros to the number that the layout has for
     them."""
@@ -685,23 +777,31 @@ def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, state
       kernel.assign(then[2], theta * now[2].map(lambda x: first.where(0.0, x)) + inputs.band.block(t, 1))
     widths = (1, 1, inputs.band.shape[1]) if cfg.momentum else (1,)
     zeros = [kernel.filled((1, n), 0.0) for n in widths]
-    rows = [m.block(0, b) for m in kernel.scan(b, token, zeros)(1)]
-    kept_M = rows[0]
-    if cfg.momentum: kept_S, weights = rows[1:]
-  names, window = list(M), every + cfg.window - 1
+    of_token = [m.block(0, b) for m in kernel.scan(b, token, zeros)(1)]
+    kept_M = of_token[0]
+    if cfg.momentum: kept_S, weights = of_token[1:]
+  lay, window = Layout(cfg, tuple((n, m.shape[0], m.shape[1]) for n, m in M.items())), every + cfg.window - 1
+  alike = [[n for n, _, _ in same] for _, same in itertools.groupby(lay.weights, lambda w: w[1:])]       # in shape
+  def row(part): return next(iter(part.values())).view((1, lay.M_size), 0, lay.M_size, 1)
+  def step(s, u, n, *_):
+    """U of the n-th of the matrices that lie one behind the other from s on."""
+    s, u = [m.view(m.shape, n * (m.shape[0] * m.shape[1]), m.rows, m.cols) for m in (s, u)]
+    kernel.assign(u, STEPS[cfg.optimizer].direction(s, cfg))
   def group(g, now, then):
     t = g * every + every - 1                              # the token that takes the step
-    for n, (u, x) in enumerate(inputs.factors.values()):
+    S_row = then[1] if cfg.momentum else kernel.new((1, lay.M_size))
+    U_row = kernel.new((1, lay.M_size))
+    S, U = lay.parts(S_row), lay.parts(U_row)
+    for n, (u, x) in inputs.factors.items():
       w = weights.block(t, 1, g * every, window).transpose()
       s = (w * u.block(g * every, window)).stored().transpose() @ x.block(g * every, window)
-      if cfg.momentum:
-        s = kernel.assign(then[len(M) + n], s + kept_S.block(t, 1) * now[len(M) + n])
-      U = STEPS[cfg.optimizer].direction(s.stored(), cfg)
-      kernel.assign(then[n], kept_M.block(t, 1) * now[n] - inputs.eta.block(t, 1) * U)
-  after = kernel.scan(b // every, group, [*M.values(), *S.values()])
-  fading = kernel.new((b + every, 1))
-  out = kernel.new((b + every, inputs.y.shape[1]))
-  kernel.assign(fading, Matrix(kernel, fading.shape, (), lambda i, j: 1.0))
+      kernel.assign(S[n], s + kept_S.block(t, 1) * lay.parts(now[1])[n] if cfg.momentum else s)
+    for n, *rest in alike:
+      if not rest: step(S[n], U[n], 0)
+      else: kernel.scan(1 + len(rest), functools.partial(step, S[n], U[n]), [kernel.filled((1, 1), 0.0)])
+    kernel.assign(then[0], kept_M.block(t, 1) * now[0] - inputs.eta.block(t, 1) * U_row)
+  rows = kernel.scan(b // every, group, [row(M), *([row(S)] if cfg.momentum else [])])
+  fading, out = kernel.filled((b + every, 1), 1.0), kernel.new((b + every, inputs.y.shape[1]))
   if every > 1:                                            # a token that takes a step reads what the step has left
     def at_step(i, j, kept):
       return (i % every).eq(every - 1).where(1.0, kept)
@@ -709,22 +809,24 @@ def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, state
   def reads(g, *_):
     if every == 1: g = g + 1
     def lines(m): return m.block(g * every, every)
-    now = dict(zip(names, after(g)))
+    now = lay.parts(rows(g)[0])
     def read(name, z):
       y = lines(fading) * (z @ now[name].transpose())
       return z @ R[name].transpose() + y if R else y
     kernel.assign(lines(out), apply(cfg, read, lines(inputs.r), lines(inputs.q)))
   kernel.scan(b // every + (every > 1), reads, [])
   kernel.assign(inputs.y, out.block(1, b))
-  for m, last in zip([*new_M.values(), *new_S.values()], after(b // every)): kernel.assign(m, last)
+  for part, last in zip((new_M, new_S), rows(b // every)): kernel.assign(row(part), last)
 
 class Recurrence:
   """The kernel over all heads and chunks.  Forward it leaves in `states` the base of the first chunk (row 0) and the M
   and S that every chunk starts with (rows 1 to N), and the last ones (row N+1).  Backward it goes from the last chunk
   to the first and computes each anew from the state it started with.  dstates: the states have a gradient of their own.
 
-  scratch: numbers of scratch memory for values and gradients; (0, 0) only counts how many are needed."""
-  def __init__(self, cfg:Rule, s:KernelShapes, parallel:bool, backward:bool, dstates:bool, scratch:tuple[int, int]):
+  parts: work-groups or cores that share the heads.  scratch: numbers of scratch memory of a part, for values and
+  gradients; (0, 0) only counts how many are needed."""
+  def __init__(self, cfg:Rule, s:KernelShapes, parts:int, vectors:Vectors, backward:bool, dstates:bool,
+               scratch:tuple[int, int]):
     self.cfg, self.s, self.is_backward, self.dstates = cfg, s, backward, dstates
     self.lay, self.E = Layout(cfg, s.weights), to_multiple(s.chunk + cfg.window - 1, 8)        # multiples tile well
     self.linear, self.monomials = STEPS[cfg.optimizer].linear, FEATURES[cfg.features].coefficients
@@ -741,19 +843,16 @@ class Recurrence:
     self.outs = ["d" + n for n in self.ins if n != "places"]
     size |= {"d" + n: x for n, x in size.items()}
     size |= dict(dfirst=s.heads * state_size, dscales=s.heads * s.D, dtoward=s.heads * M_size)
-    copies = s.heads if parallel else 1
-    size |= dict(values=max(1, copies * scratch[0]), grads=max(1, copies * scratch[1]))
+    size |= dict(values=max(1, parts * scratch[0]), grads=max(1, parts * scratch[1]))
     if backward:
       self.args = [*self.outs, "values", "grads", "states", "dy", *(["dstates"] if dstates else []), *self.ins[1:]]
     else: self.args = ["y", "states", "values", *self.ins]
     self.size, self.buffers = size, {}
     for slot, n in enumerate(self.args):
       self.buffers[n] = UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot)
-    self.kernel = Kernel(self.buffers["values"], self.buffers.get("grads"), scratch == (0, 0))
-    with self.kernel.loop(s.heads, AxisType.GLOBAL if parallel else AxisType.LOOP) as g:
-      if parallel:
-        self.kernel.origin, self.kernel.grads_origin = g * scratch[0], g * scratch[1]
-      self.one_head(g)
+    self.kernel = Kernel(self.buffers["values"], self.buffers.get("grads"), scratch == (0, 0), vectors)
+    with self.kernel.loop(parts, AxisType.GLOBAL) as part:
+      with self.kernel.loop(s.heads // parts) as turn: self.one_head(part * (s.heads // parts) + turn)
 
   def code(self):
     name = "memory_backward" if self.is_backward else "memory"
@@ -894,9 +993,9 @@ class Recurrence:
     return out
 
 @functools.cache
-def memory_kernel(cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool) -> Compiled:
+def memory_kernel(cfg:Rule, s:KernelShapes, parts:int, device:str, backward:bool, dstates:bool) -> Compiled:
   """Built twice: the first time to see how much scratch memory it needs."""
-  shape = cfg, s, not on_cpu(device), backward, dstates
+  shape = cfg, s, parts, vectors(device), backward, dstates
   counted = Recurrence(*shape, (0, 0)).kernel
   built = Recurrence(*shape, (counted.used, counted.used_grads))
   return compiled(built.args, built.size, cast(UOp, built.code()), device)
@@ -909,7 +1008,7 @@ def memory_gradients(cfg:Rule, s:KernelShapes, forward:Compiled, sources:dict[st
   dstates = [Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == 2]
   sources["dy"] = dy[0] if dy else Tensor.zeros(forward.size["y"], dtype=dtypes.float, device=device).contiguous()
   if dstates: sources["dstates"] = dstates[0]
-  return run_kernel(memory_kernel(cfg, s, device, True, bool(dstates)), sources, device)
+  return run_kernel(memory_kernel(cfg, s, parts_of(s.heads, device), device, True, bool(dstates)), sources, device)
 
 def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, gates:Gates, chunks:Chunks
           ) -> tuple[Tensor, Memory]:
@@ -931,7 +1030,7 @@ def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, 
     inputs["scales"] = monomial_scales(d, cfg.degree, cast(Tensor, a))
     inputs["places"] = monomial_table(d, cfg.degree, device)[0]
   inputs = {n: t.reshape(-1).contiguous() for n, t in inputs.items()}
-  forward = memory_kernel(cfg, s, device, False, False)
+  forward = memory_kernel(cfg, s, parts_of(s.heads, device), device, False, False)
   def backward(*grads, call=None):
     """tinygrad calls it with (gradient, call) where one output is used, and with (*gradients, call=call) where two
     are."""

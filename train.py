@@ -2,27 +2,30 @@
 
 Without arguments it trains the small `atlas` preset on the source text of Python's own library and prints a sample."""
 from __future__ import annotations
-import contextlib, csv, dataclasses, functools, hashlib, itertools, json, math, multiprocessing, os, pickle, platform
-import re, shutil, signal, sqlite3, subprocess, sys, time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+import csv, functools, hashlib, inspect, itertools, json, math, multiprocessing, os, pickle, platform, re, shutil
+import signal, sqlite3, subprocess, sys, tempfile
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from os.path import expanduser
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, cast
+from time import perf_counter
+from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 import tinygrad
-from tinygrad import Context, Device, Tensor, TinyJit, UOp, helpers
+from tinygrad import Context, Device, Tensor, TinyJit, UOp
 from tinygrad.device import Buffer
-from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, ContextVar, GlobalCounters
+from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, ContextVar, GlobalCounters, diskcache_put
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
 import atlas, data, evaluate, kernels, rule
-from data import refuse
+from atlas import Config
+from data import Saved, Task, Text, refuse
 try: import fcntl, resource
 except ImportError: fcntl = resource = None          # type: ignore[assignment]  # Windows: folders are not locked there
 
-Source = data.Text | data.Task
+Source = Text | Task
 
 @dataclass(frozen=True)
 class Run:
@@ -64,26 +67,22 @@ LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # every other n
 MOST, MOST_DEVICES = 2 ** 31 - 1, 64                   # of a whole number
 SAMPLING = {"prompt", "tokens", "temperature", "top_k"}
 # Keys that may differ from the checkpoint's, and those of them that do not change the result of training.
-FREE = SAMPLING | {"mode", "out", "resume", "init_from", "steps", "save_every", "eval_every", "cache", "presets",
-                   "lengths", "skip_bad", "accum", "devices", "dtype"}
+FREE = SAMPLING | set("mode out resume init_from steps save_every eval_every cache presets lengths skip_bad accum "
+                      "devices dtype".split())
 QUIET = FREE - {"steps", "init_from", "dtype"}
-TYPES = ("DEFAULT_FLOAT", "DEFAULT_INT", "OPTIM_DTYPE", "SUM_DTYPE", "CONST_LR")     # variables of tinygrad
 
 # *** the command line ***
-
 def parse(argv:list[str]) -> tuple[dict, dict]:
   """key=value words -> the Run keys and the Config keys that were given, as their types.  ValueError in one line."""
   for word in argv:
-    key = word.strip("-=") or "steps"
     refuse(re.search(r"[\0\ud800-\udfff]", word), f"{word!r} is not text: write it in UTF-8, without zero bytes")
-    refuse(word.find("=") < 1, f"{word!r} is not key=value: write {key}=... (--help lists the keys)")
+    advice = f"write {word.strip('-=') or 'steps'}=... (--help lists the keys)"
+    refuse(word.find("=") < 1, f"{word!r} is not key=value: {advice}")
   pairs = [word.split("=", 1) for word in argv]
-  kinds = {f.name: type(f.default) for cls in (atlas.Config, Run) for f in dataclasses.fields(cls)}
-  for key, _ in pairs:
-    if key not in kinds: raise ValueError(f"{key} is not a setting{atlas.nearest(key, kinds)}")
+  kinds = {f.name: type(f.default) for cls in (Config, Run) for f in fields(cls)}
+  for key, _ in pairs: refuse(key not in kinds, f"{key} is not a setting{atlas.nearest(key, kinds)}")
   own = {key: value(key, word, kinds[key]) for key, word in pairs if hasattr(Run, key)}
   return own, {key: value(key, word, kinds[key]) for key, word in pairs if not hasattr(Run, key)}
-
 def value(key:str, word:str, kind:type) -> Any:
   try: return {"1": True, "true": True, "0": False, "false": False}[word.lower()] if kind is bool else kind(word)
   except (ValueError, KeyError): raise ValueError(f"{key}={word!r} is not {atlas.KINDS[kind]}: give one") from None
@@ -91,90 +90,84 @@ def value(key:str, word:str, kind:type) -> Any:
 def check_run(run:Run, own:dict) -> None:
   """Raises ValueError for a number out of range, or for keys of the command line that exclude each other."""
   refuse(run.mode not in MODES, f"mode={run.mode!r} is unknown{atlas.nearest(run.mode, MODES)}")
-  for f in dataclasses.fields(run):
-    x, least = getattr(run, f.name), LEAST.get(f.name, 0)
-    number = type(x) in (int, float)
-    refuse(number and not least <= x < math.inf, f"{f.name}={x} must be {least} or more: its default is {f.default}")
-    refuse(type(x) is int and x > MOST, f"{f.name}={x} is too large: take {MOST} or less")
-  from_file, data_and_task = run.mode in READERS and run.init_from, {"task", "data"} <= own.keys()
-  refuse(from_file, f"init_from={run.init_from} is for training: name a folder with out=")
-  refuse(run.mode == "bench" and run.devices > 1,
-         f"devices={run.devices} is for training, and mode=bench times one: leave it out")
-  refuse(data_and_task, f"data={run.data} and task={run.task} are two things to read: give one of them")
+  for name, x in vars(run).items():
+    number, least, default = type(x) in (int, float), LEAST.get(name, 0), getattr(Run, name)
+    refuse(number and not least <= x < math.inf, f"{name}={x} must be {least} or more: its default is {default}")
+    refuse(type(x) is int and x > MOST, f"{name}={x} is too large: take {MOST} or less")
+  refuse(run.mode in READERS and run.init_from, f"init_from={run.init_from} is for training: name a folder with out=")
+  several, both = run.mode == "bench" and run.devices > 1, {"task", "data"} <= own.keys()
+  refuse(several, f"devices={run.devices} is for training, and mode=bench times one: leave it out")
+  refuse(both, f"data={run.data} and task={run.task} are two things to read: give one of them")
 
+def warn(line:str) -> None: print(line, file=sys.stderr)
+def ended(line:str, code:int=0) -> int:
+  """Prints the last line of a command, on stderr if it failed, and returns its exit code."""
+  (warn if code else print)(line)
+  return code
+def reason(e:Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0][:120]
 def attempt(compute:Callable, fault:str, advice:str) -> None:
   """Runs a small computation past the caches.  ValueError, with fault and advice, for whatever a driver raises."""
   try:
     with Context(CACHELEVEL=0): assert compute() == [3.0, 5.0]
   except Exception as e: raise ValueError(f"{fault} ({reason(e)}): {advice}") from None
-
-def reason(e:Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0][:120]
+def computed(device:str|None=None) -> Any: return (Tensor([1.0, 2.0], device=device) * 2 + 1).tolist()
 
 def check_parts(run:Run) -> None:
   """Raises ValueError unless a batch can be taken in parts, and each part be shared by devices that exist."""
-  def divisors(n:int) -> str:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return "take one of " + ", ".join(map(str, sorted({*small, *(n // d for d in small)})))
-  batch, accum, n = run.batch, run.accum, run.devices
-  rows = batch // accum
-  refuse(batch % accum, f"accum={accum} does not divide batch={batch}: {divisors(batch)}")
-  refuse(n > MOST_DEVICES, f"devices={n} is too large: take {MOST_DEVICES} or less")
-  refuse(rows % n, f"devices={n} does not divide batch/accum={rows}: {divisors(rows)}")
+  def check_divides(name, n, total_name, total):
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    divisors = ", ".join(map(str, sorted({*small, *(total // d for d in small)})))
+    refuse(total % n, f"{name}={n} does not divide {total_name}={total}: take one of {divisors}")
+  check_divides("accum", run.accum, "batch", run.batch)
+  refuse(run.devices > MOST_DEVICES, f"devices={run.devices} is too large: take {MOST_DEVICES} or less")
+  check_divides("devices", run.devices, "batch/accum", run.batch // run.accum)
   for i, name in enumerate(device_names(run)[1:], 1):
-    attempt(lambda: (Tensor([1.0, 2.0], device=name) * 2 + 1).tolist(), f"devices={n}: {name} cannot be used",
-            f"take devices={i}")
-
+    attempt(lambda: computed(name), f"devices={run.devices}: {name} cannot be used", f"take devices={i}")
 def listed(run:Run) -> tuple[list[str], list[int]]:
   """The presets and lengths of a bench.  ValueError names what is wrong."""
   names, lengths = (run.presets or run.preset).split(","), (run.lengths or str(run.length)).split(",")
   for name in names:
-    near = atlas.nearest(name, atlas.PRESETS)
-    refuse(name not in atlas.PRESETS, f"presets={run.presets}: {name!r} is unknown{near}")
+    hint = atlas.nearest(name, atlas.PRESETS)
+    refuse(name not in atlas.PRESETS, f"presets={run.presets}: {name!r} is unknown{hint}")
   for n in lengths:
-    sound = n.isdecimal() and len(n) < 10 and int(n) > 0
+    sound = re.fullmatch(r"\d{1,9}", n) and int(n)
     refuse(not sound, f"lengths={run.lengths}: {n!r} is not a number of tokens: write lengths=256,2048")
   return names, [int(n) for n in lengths]
 
 @functools.cache
 def open_cache() -> None:
-  """Opens tinygrad's database of kernels for all threads.  If it cannot be read or written, one line says so, and the
-  process does without it."""
+  """Opens tinygrad's database of kernels for all threads.  One that cannot be used is named, and not used."""
   try:
     refuse(CACHEDB.startswith(os.path.abspath("~")), "there is no home folder")
     fault = kernels.database().execute("PRAGMA quick_check(1)").fetchone()[0] if CACHELEVEL else "ok"
     refuse(fault != "ok", fault)
-    helpers.diskcache_put("atlas_check", "written", True)
+    diskcache_put("atlas_check", "written", True)
   except (sqlite3.Error, OSError, ValueError) as e:
     CACHELEVEL.value, os.environ["CACHELEVEL"] = 0, "0"  # here, and in the processes that compile
-    print(f"warning: tinygrad's cache {CACHEDB} cannot be used ({reason(e)}): every kernel is compiled anew; "
-          "CACHEDB=FILE names another", file=sys.stderr)
+    warn(f"warning: tinygrad's cache {CACHEDB} cannot be used ({reason(e)}): every kernel is compiled anew; "
+         "CACHEDB=FILE names another")
 
 def check_device() -> None:
-  """A device may open and still have no compiler."""
-  for name in TYPES:
-    word = os.environ.get(name) or "float32"
-    typical = word.lower() in ("float32", "int32")
-    refuse(not typical, f"{name}={word} changes the types of tensors, float32 and int32 here: unset it")
+  """Raises ValueError for variables of tinygrad that change types, and for a device that opens but has no compiler."""
+  for name in ("DEFAULT_FLOAT", "DEFAULT_INT", "OPTIM_DTYPE", "SUM_DTYPE", "CONST_LR"):
+    word, advice = os.environ.get(name) or "float32", "the types of tensors, float32 and int32 here: unset it"
+    refuse(word.lower() not in ("float32", "int32"), f"{name}={word} changes {advice}")
   open_cache()
-  attempt(lambda: (Tensor([1, 2]) * 2 + 1).tolist(), "no usable tinygrad device", "for the CPU install clang (pip "
-          "install '.[cpu]' or apt-get install clang), or name another, DEV=CUDA for example")
+  attempt(computed, "no usable tinygrad device", "for the CPU install clang (pip install '.[cpu]' or apt-get install "
+          "clang), or name another, DEV=CUDA for example")
   if kernels.on_cpu(Device.DEFAULT):
     version = subprocess.run([os.environ.get("CC", "clang"), "--version"], capture_output=True, text=True).stdout
-    if line := slow_compiler(version): print(line, file=sys.stderr)
-
+    if line := slow_compiler(version): warn(line)
 def slow_compiler(version:str) -> str:
   """What to say of a compiler: clang 14 and 15 need minutes for a kernel that clang 16 to 23 compile in seconds."""
-  number = re.search(r"^(?!Apple).*clang version (\d+)", version)
-  if not number or int(number[1]) > 15: return ""
-  return f"warning: clang {number[1]} needs minutes for some kernels: pip install '.[cpu]' brings a newer one"
-
-def check_dtype(cfg:atlas.Config) -> None:
+  number = re.search(r"^(?!Apple).*clang version (\d|1[0-5])\b", version)
+  advice = "needs minutes for some kernels: pip install '.[cpu]' brings a newer one"
+  return f"warning: clang {number[1]} {advice}" if number else ""
+def check_dtype(cfg:Config) -> None:
   """A device may have no other precision than float32 for dense products, forward or backward."""
-  def gradient() -> Any:
-    x = Tensor([[1.0, 2.0]])
-    return atlas.linear(cfg, x, Tensor([[3.0, 5.0]])).sum().gradient(x)[0][0].tolist()
-  if cfg.dtype != "float32":
-    attempt(gradient, f"dtype={cfg.dtype} does not run on {Device.DEFAULT}", "take dtype=float32")
+  x, w, fault = Tensor([[1.0, 2.0]]), Tensor([[3.0, 5.0]]), f"dtype={cfg.dtype} does not run on {Device.DEFAULT}"
+  def gradient(): return atlas.linear(cfg, x, w).sum().gradient(x)[0][0].tolist()
+  if cfg.dtype != "float32": attempt(gradient, fault, "take dtype=float32")
 
 def check_out(out:Path) -> None:
   """Raises ValueError unless files can be written into out, without writing any."""
@@ -183,39 +176,28 @@ def check_out(out:Path) -> None:
   nearest = next(p for p in (out, *out.absolute().parents) if os.path.lexists(p))
   refuse(not nearest.is_dir(), f"out={out} cannot be a folder, {nearest} is a file: give another out")
   for folder in {nearest, out.absolute().parent} if used(out) else {nearest}:
-    sound = os.access(folder, os.W_OK | os.X_OK)
-    refuse(not sound, f"out={out} is not writable: give another out, or change the rights of {folder}")
-  if out.is_dir():
-    with held(out): pass
-
+    advice = f"give another out, or change the rights of {folder}"
+    refuse(not os.access(folder, os.W_OK | os.X_OK), f"out={out} is not writable: {advice}")
+  with held(out) if out.is_dir() else nullcontext(): pass
 def usage() -> str:
   """Every key with its default and meaning, from the comments beside the fields."""
-  lines = [__doc__ or ""]
-  model = "The model (a preset and a size set these; what is given here wins)"
-  for name, module, title in (("Run", __file__, "The command"), ("Config", atlas.__file__, model)):
-    source = Path(module).read_text(encoding="utf-8")
-    lines.append(f"\n{title}:")
-    for line in source[source.index(f"class {name}"):].splitlines()[2:]:
-      if ":" not in line or "#" not in line: break
-      field, meaning = line.split("#", 1)
-      key, default = field.split(":")[0].strip(), field.split("=", 1)[1].strip().strip('"')
-      lines.append(f"  {key + '=' + default:22s} {meaning.strip()}")
+  lines, model = [__doc__], "The model (a preset and a size set these; what is given here wins)"
+  for title, cls in (("The command", Run), (model, Config)):
+    keys = re.findall(r'^  (\w+): \w+ = "?(.*?)"? +# (.*)', inspect.getsource(cls), re.M)
+    lines += [f"\n{title}:", *(f"  {key + '=' + default:22s} {meaning}" for key, default, meaning in keys)]
   return "\n".join([*lines, f"\nPresets: {', '.join(atlas.PRESETS)}", f"Sizes: {', '.join(atlas.SIZES)}"])
 
 # *** the folder of a run: checkpoints, one file each (see atlas.save), and log.csv ***
-
 def checkpoints(out:Path) -> list[Path]: return sorted(out.glob("step_*.safetensors"))
+def checkpoint(out:Path, step:int) -> Path: return out / f"step_{step:08d}.safetensors"
 def used(out:Path) -> bool: return bool(checkpoints(out)) or (out / "log.csv").exists()
-
-def read_weights(path:Path) -> data.Saved:
-  saved = data.read_file(path)
-  unsigned = f"warning: {path} is unsigned: another tool wrote it, and nothing tells whether it is whole"
-  if not saved.signed: print(unsigned, file=sys.stderr)
+def read_weights(path:Path) -> Saved:
+  saved, advice = data.read_file(path), "another tool wrote it, and nothing tells whether it is whole"
+  if not saved.signed: warn(f"warning: {path} is unsigned: {advice}")
   return saved
-
-def newest(out:Path) -> data.Saved|None:
-  """The newest checkpoint that is whole; others are named.  None if there is none, ValueError if none is whole."""
-  faults: list[str] = []
+def newest(out:Path) -> Saved:
+  """The newest checkpoint that is whole; others are named.  ValueError if none is whole."""
+  faults = list[str]()
   for path in reversed(checkpoints(out)):
     try:
       saved = read_weights(path)
@@ -223,18 +205,14 @@ def newest(out:Path) -> data.Saved|None:
              f"name a checkpoint, or give init_from={path}")
     except ValueError as e: faults.append(str(e))
     else:
-      for fault in faults: print(f"warning: {fault}; {path} is taken instead", file=sys.stderr)
+      for fault in faults: warn(f"warning: {fault}; {path} is taken instead")
       return saved
-  refuse(faults, "".join(faults[:1]))
-  return None
-
+  raise ValueError(faults[0])
 class Taken(ValueError): pass
-
-@contextlib.contextmanager
+@contextmanager
 def held(out:Path) -> Iterator[None]:
-  """Keeps every other run out of a folder until this one ends or is killed.  Raises Taken if another run holds it.
-  The folder itself is locked: such a lock moves with the folder, needs no file and cannot be left behind."""
-  with contextlib.ExitStack() as stack:
+  """Keeps other runs out of a folder, or raises Taken.  The folder itself is locked, so the lock moves with it."""
+  with ExitStack() as stack:
     if fcntl:
       folder = os.open(out, os.O_RDONLY)
       stack.callback(os.close, folder)
@@ -243,61 +221,55 @@ def held(out:Path) -> Iterator[None]:
         raise Taken(f"out={out} is in use by another run: give another out, or stop that run first") from None
       except OSError: pass                               # a file system without locks
     yield
-
-@contextlib.contextmanager
-def run_folder(out:Path, fresh:bool) -> Iterator[None]:
-  """The folder of a run, for it alone.  A fresh run moves an earlier one aside; a killed run's half files are
-  removed."""
-  if fresh and used(out):
+@contextmanager
+def run_folder(out:Path, start:Saved|None) -> Iterator[None]:
+  """The folder of a run that continues from `start`, for it alone.  A fresh run moves an earlier one aside."""
+  if not start and used(out):
     with held(out):
-      n = next(n for n in range(1, sys.maxsize) if not Path(f"{out}.{n}").exists())
-      out.rename(f"{out}.{n}")
-    print(f"moved the earlier run to {out}.{n}")
+      aside = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+      out.rename(aside)
+    print(f"moved the earlier run to {aside}")
   out.mkdir(parents=True, exist_ok=True)
   with held(out):
-    for half in out.glob("*.tmp"): half.unlink()
+    for half in out.glob("*.tmp"): half.unlink()         # a killed run left them
+    for path in checkpoints(out):                        # `newest` passed over those after start: they are damaged
+      if start and path > start.path: path.replace(path.with_suffix(".damaged"))
     yield
 
-def layout(run:Run, cfg:atlas.Config) -> dict:
+def decoded_length(run:Run) -> int: return run.length if run.task.partition(":")[0] == "compression" else 0
+def layout(run:Run, cfg:Config) -> dict:
   """atlas.layout, and for task=compression its decoder (see evaluate.predictions)."""
-  if run.task.partition(":")[0] != "compression": return atlas.layout(cfg)
-  width = round(cfg.mlp_ratio * cfg.dim)
-  shapes = {"position": (run.length, cfg.dim), "in": (2 * width, cfg.dim), "out": (cfg.dim, width)}
+  length, width = decoded_length(run), round(cfg.mlp_ratio * cfg.dim)
+  if not length: return atlas.layout(cfg)
+  shapes = {"position": (length, cfg.dim), "in": (2 * width, cfg.dim), "out": (cfg.dim, width)}
   return atlas.layout(cfg) | {f"decoder.{n}": (shape, shape[1] ** -0.5) for n, shape in shapes.items()}
-
 def identity(source:Source) -> dict:
   """What a checkpoint says of its text or task, by which a resumed run knows it again."""
-  if isinstance(source, data.Task): return {"is_bytes": source.is_bytes, "task": source.name} | source.settings
-  tokens = len(source.train) + len(source.val)
+  if isinstance(source, Task): return {"is_bytes": source.is_bytes, "task": source.name} | source.settings
   digests = {"val_sha256": source.digest, "sample_sha256": source.sample_digest}
-  return {"is_bytes": source.is_bytes, "tokens": tokens} | digests
+  return {"is_bytes": source.is_bytes, "tokens": len(source.train) + len(source.val)} | digests
 
-LOG = ("step", "tokens", "loss", "val_bpb", "lr", "grad_norm", "eta", "tok_s", "seconds")
-
+LOG = "step tokens loss val_bpb lr grad_norm eta tok_s seconds".split()
 class Log:
   """out/log.csv, open for the row after `step`; rows after a restored step are dropped.  `row` is the last one."""
   def __init__(self, out:Path, step:int):
     path = out / "log.csv"
-    rows = list(csv.reader(path.open())) if step and path.exists() else []
+    rows = csv.reader(path.open() if step and path.exists() else [])
     kept = [row for row in rows if len(row) == len(LOG) and row[0].isdecimal() and int(row[0]) <= step]
     evaluate.write_rows(path, LOG, kept[:-1])
-    self.file, self.row = path.open("a", newline=""), list[str]()
+    self.file, self.row, self.seconds = path.open("a", newline=""), list[str](), float(kept[-1][-1]) if kept else 0.0
     if kept: self.write(kept[-1])
-    self.seconds = float(self.row[-1]) if kept else 0.0
-
   def write(self, row:list[str]) -> None:
     self.row, self.start = row, self.file.tell()
     csv.writer(self.file).writerow(row)
     self.file.flush()
-
-  def amend(self, name:str, word:str) -> None:
-    """Writes the last row again, with another value in one column."""
+  def amend(self, bits:float) -> None:
+    """Writes the last row again, with what a validation gave."""
     self.file.seek(self.start)
     self.file.truncate()
-    self.write([word if column == name else x for column, x in zip(LOG, self.row)])
+    self.write([f"{bits:.6f}" if name == "val_bpb" else x for name, x in zip(LOG, self.row)])
 
 # *** one training step ***
-
 def optimizer_for(flat:dict[str, Tensor], weight_decay:float) -> OptimizerGroup:
   """AdamW in two groups; norms, gates, biases, embeddings and the features' coefficients do not decay."""
   plain = [n for n, p in flat.items() if p.ndim == 1 or n == "embed" or n.endswith("gates")]
@@ -306,24 +278,17 @@ def optimizer_for(flat:dict[str, Tensor], weight_decay:float) -> OptimizerGroup:
                                for names, decay in ((decaying, weight_decay), (plain, 0.0))])
   Tensor.realize(*optimizer_state(optimizer).values(), *[o.lr for o in optimizer.optimizers])     # buffers of their own
   return optimizer
-
-def optimizer_state(optimizer:OptimizerGroup) -> dict[str, Tensor]:
+def optimizer_state(optimizer:Any) -> dict[str, Tensor]:
   """AdamW's moments, flattened over each group, and the powers of its two decay rates."""
-  state: dict[str, Tensor] = {}
-  for i, group in enumerate(optimizer.optimizers):
-    o = cast(Any, group)
-    state |= {f"adam.{i}.m": o.m[0], f"adam.{i}.v": o.v[0], f"adam.{i}.b1_t": o.b1_t, f"adam.{i}.b2_t": o.b2_t}
-  return state
-
+  moments = [{"m": o.m[0], "v": o.v[0], "b1_t": o.b1_t, "b2_t": o.b2_t} for o in optimizer.optimizers]
+  return {f"adam.{i}.{name}": t for i, group in enumerate(moments) for name, t in group.items()}
 def overwrite(t:Tensor, values:np.ndarray) -> None:
   """Writes into the memory of a realized tensor.  (An assignment stays in its graph, and is made at every read.)"""
   buffers = t.uop.base.buffer                            # on several devices: one for each
   for buffer in [buffers] if isinstance(buffers, Buffer) else buffers.bufs:
     buffer.copy_from(Buffer("PYTHON", buffer.size, buffer.dtype, opaque=memoryview(bytearray(values.tobytes()))))
-
 def set_rate(optimizer:OptimizerGroup, lr:float) -> None:
   for group in optimizer.optimizers: overwrite(group.lr, np.array([lr], np.float32))
-
 def rate(run:Run, step:int) -> float:
   """Learning rate of a step (from 0): linear warm-up, then a cosine from lr to lr/10."""
   if step < run.warmup: return run.lr * (step + 1) / run.warmup
@@ -331,62 +296,53 @@ def rate(run:Run, step:int) -> float:
   return run.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
 
 def device_names(run:Run) -> tuple[str, ...]: return tuple(f"{Device.DEFAULT}:{n}" for n in range(run.devices))
-
 def shared(run:Run, x:Tensor, axis:int|None=None) -> Tensor:
   """x on all devices of the run, whole or cut along an axis.  With one device it is left where it is."""
   return x.shard(device_names(run), axis).realize() if run.devices > 1 else x
-
-@dataclass(frozen=True)
-class Accumulated:
-  """A step in parts.  `add` adds the sums of a part (x, y), anew where `first` is 1; `update` takes the step."""
-  add: Callable
-  update: Callable
-  parts: int
-  def __call__(self, x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    for n in range(self.parts):                          # every parts-th sequence: an equal number from each device
-      part = [z.reshape(-1, self.parts, *z.shape[1:])[:, n].clone().realize() for z in (x, y)]
-      self.add(*part, Tensor([float(n == 0)], device=x.device).realize())
-    return self.update()
 
 def captured(f:Callable) -> Callable:
   """f, jitted at its first call: TinyJit would run it once before, kernel by kernel, with several times the memory."""
   jit = TinyJit(f)
   jit.cnt = 1
   return jit
+def in_parts(add:Callable, update:Callable, parts:int, x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
+  """A step in parts.  `add` adds the sums of a part (x, y), anew where `first` is 1; `update` takes the step."""
+  for n in range(parts):                                 # every parts-th sequence: an equal number from each device
+    part = [z.reshape(-1, parts, *z.shape[1:])[:, n].clone().realize() for z in (x, y)]
+    add(*part, Tensor([float(n == 0)], device=x.device).realize())
+  return update()
 
-def training_step(params:dict, cfg:atlas.Config, optimizer:OptimizerGroup, clip:float, accum:int=1) -> Callable:
+def training_step(params:dict, cfg:Config, optimizer:OptimizerGroup, clip:float, accum:int=1) -> Callable:
   """x, y (batch,length) -> loss (nats), gradient norm before clipping, mean memory step, jitted.  The learning rate is
   in a buffer.  accum: parts of the batch, whose gradients are summed; every target counts alike."""
   weights = list(get_state_dict(params).values())
-  def forward(x:Tensor) -> tuple[Tensor, Tensor]:
+  def gradients(loss_of, x, y):
     with Context(CAPTURING=0): evaluate.predictions(params, cfg, x)    # makes the model's constants, once
-    return evaluate.predictions(params, cfg, x)
-  def update(loss:Tensor, eta:Tensor, grads:list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    logits, eta = evaluate.predictions(params, cfg, x)
+    loss = loss_of(logits, y)
+    return loss, eta, [g.contiguous() for g in loss.gradient(*weights)]
+  def update(loss, eta, grads):                          # takes the step
     norm = Tensor.stack(*[g.square().sum() for g in grads]).sum().sqrt()
     for w, g in zip(weights, grads): w.grad = g * (clip / (norm + 1e-6)).minimum(1.0) if clip else g
     Tensor.realize(loss, norm, eta, *optimizer.schedule_step())
     return loss, norm, eta
-  def at_once(x:Tensor, y:Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits, eta = forward(x)
-    loss = atlas.cross_entropy(logits, y)
-    return update(loss, eta, [g.contiguous() for g in loss.gradient(*weights)])
-  if accum == 1: return captured(at_once)
+  if accum == 1: return captured(lambda x, y: update(*gradients(atlas.cross_entropy, x, y)))
 
-  counts = Tensor.zeros(3, device=weights[0].device).contiguous().realize()       # targets, loss, eta
   sums = [w.zeros_like().contiguous().realize() for w in weights]
-  def add(x:Tensor, y:Tensor, first:Tensor) -> None:
-    logits, eta = forward(x)
-    loss = atlas.token_losses(logits, y).sum()
-    new = [Tensor.stack((y != -100).sum().float(), loss, eta), *[g.contiguous() for g in loss.gradient(*weights)]]
+  counts = Tensor.zeros(3, device=weights[0].device).contiguous().realize()       # targets, loss, eta
+  def total_loss(logits, y): return atlas.token_losses(logits, y).sum()
+  def add(x, y, first):
+    loss, eta, grads = gradients(total_loss, x, y)
+    new = [Tensor.stack((y != -100).sum().float(), loss, eta), *grads]
     Tensor.realize(*[z.assign((first > 0).where(0, z) + more) for z, more in zip([counts, *sums], new)])
-  def updated() -> tuple[Tensor, Tensor, Tensor]:
+  def updated():
     targets, loss, eta = counts.split(1)
     return update(loss / targets, eta / accum, [g / targets for g in sums])
-  return Accumulated(captured(add), captured(updated), accum)
+  return functools.partial(in_parts, captured(add), captured(updated), accum)
 
-def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
+def memory_estimate(cfg:Config, batch:int, length:int) -> float:
   """About how many bytes a process holds in training, fitted to ten settings: weights, gradients and moments; what the
-  backward pass keeps of each token, by layer and of the logits; and on a CPU Python with the code of the kernels."""
+  backward pass keeps of each token; and on a CPU Python with the code of the kernels."""
   token = 6.0 * cfg.dim + 4 * round(cfg.mlp_ratio * cfg.dim) + 3 * cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
   process = 110e6 if kernels.on_cpu(Device.DEFAULT) else 0.0
   if cfg.mixer != "memory": token += 2.6 * cfg.heads * (min(length, 2 * cfg.attn_window) if cfg.attn_window else length)
@@ -399,347 +355,292 @@ def memory_estimate(cfg:atlas.Config, batch:int, length:int) -> float:
   return process + 24 * atlas.parts(cfg)["total"] + 4 * batch * length * (cfg.layers * token + 2 * cfg.vocab)
 
 # *** the step cache ***
-# Compiling takes longer than a short run, and a captured TinyJit can be pickled with the tensors that it reads and
-# writes.  So a compiled step is kept in a file named by a hash of everything that it depends on; a later run of the
-# same settings copies its values into the step's tensors.  If anything is wrong with an entry, the run compiles.
-
+# A captured TinyJit is pickled with the tensors that it reads and writes, into a file named by a hash of all that it
+# depends on.  A later run of the same settings copies its values into them, or compiles if anything is wrong.
 class Step(NamedTuple):
   """A training step and the tensors that it changes: its buffers are theirs."""
   run: Callable
   params: dict
   optimizer: OptimizerGroup
 
-# tinygrad tells buffers apart by a number that every process counts from 0, and a pickled buffer keeps its own: where
-# both are in use, two tensors become one.  So every process counts from a random start.
+# tinygrad tells buffers apart by a number, which a pickled buffer keeps.  Each process counts from a random start, or a
+# loaded buffer could have the number of one in use.
 UOp.unique_num = itertools.count(int.from_bytes(os.urandom(6), "little"))
 
 def cache_folder() -> Path: return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas-tinygrad"
-
-def cache_key(run:Run, cfg:atlas.Config) -> str:
+def sealed(key:str, pickled:bytes) -> bytes: return hashlib.sha256(key.encode() + pickled).digest() + pickled
+def cache_key(run:Run, cfg:Config) -> str:
   """Everything that a compiled step depends on: settings, sources here and tinygrad's, variables, device, machine."""
-  settings = [asdict(cfg), list(layout(run, cfg)), run.batch, run.accum, run.devices, run.length]
+  sizes, factors = (run.batch, run.accum, run.devices, run.length), (run.weight_decay, run.clip)
   modules = [Path(p) for p in (rule.__file__, kernels.__file__, atlas.__file__, evaluate.__file__, __file__)]
-  sources = [p.read_bytes() for p in (*modules, *sorted(Path(tinygrad.__path__[0]).rglob("*.py")))]
-  names = set(re.findall(rb"getenv\(f?[\"'](\w+)", b"".join(sources))) - {b"DEBUG", b"CACHELEVEL", b"CACHEDB"}
-  variables = {k: v.value for k, v in ContextVar._cache.items() if k not in ("DEBUG", "CACHELEVEL")}
-  variables |= {name: os.environ.get(name) for name in sorted(map(bytes.decode, names))}
+  sources = b"".join(p.read_bytes() for p in (*modules, *sorted(Path(tinygrad.__path__[0]).rglob("*.py"))))
+  names = {*ContextVar._cache, *map(bytes.decode, re.findall(rb"getenv\(f?[\"'](\w+)", sources))}
+  variables = {name: (os.environ.get(name), getattr(ContextVar._cache.get(name), "value", None))
+               for name in sorted(names - {"DEBUG", "CACHELEVEL", "CACHEDB"})}
   compiler = shutil.which(os.environ.get("CC", "clang")) or ""
   files = [(os.path.realpath(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in (compiler, sys.executable) if p]
   cpu = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
   machine = [platform.platform(), sys.version, files, re.findall(r"^(?:flags|Features)\s*:.*", cpu, re.M)[:1]]
-  device = [Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target), __name__, run.weight_decay, run.clip]
-  key = json.dumps([settings, variables, machine, device], default=str)
-  return hashlib.sha256(b"".join([key.encode(), *sources])).hexdigest()
-
+  device = [Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target), __name__]
+  key = json.dumps([asdict(cfg), list(layout(run, cfg)), sizes, factors, variables, machine, device], default=str)
+  return hashlib.sha256(key.encode() + sources).hexdigest()
 def cached_step(key:str, weights:dict[str, Tensor], optimizer:OptimizerGroup) -> Step|None:
   """The compiled step of that key, with the values of weights and optimizer; or None.  It is a pickle, so it is read
-  only from a folder and a file that are this user's and that no one else may write, and only if it is whole."""
+  only if it is whole, and if folder and file are this user's and no one else may write them."""
   try:
     path = cache_folder() / f"{key}.pickle"
-    for p in (path.parent, path):
-      if hasattr(os, "getuid") and (p.stat().st_uid != os.getuid() or p.stat().st_mode & 0o022): return None
+    for status in (path.parent.stat(), path.stat()):
+      if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022): return None
     content = path.read_bytes()
-    if hashlib.sha256(key.encode() + content[64:]).hexdigest().encode() != content[:64]: return None
+    if content != sealed(key, content[32:]): return None
     os.utime(path)
-    step = Step(*pickle.loads(content[64:]))
+    step = Step(*pickle.loads(content[32:]))
   except Exception: return None
-  values = weights | optimizer_state(optimizer)
-  for name, t in (get_state_dict(step.params) | optimizer_state(step.optimizer)).items():
-    overwrite(t, values[name].numpy())
+  tensors = get_state_dict(step.params) | optimizer_state(step.optimizer)
+  for name, t in (weights | optimizer_state(optimizer)).items(): overwrite(tensors[name], t.numpy())
   return step
-
 def cache_step(key:str, step:Step) -> None:
-  """Keeps a captured step, and the 8 used last."""
-  for p in get_state_dict(step.params).values(): p.grad = None
-  try:
+  """Keeps a captured step, and the 8 used last.  That it cannot be pickled or written is no fault."""
+  step.optimizer.zero_grad()
+  with suppress(Exception):
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    pickled, temporary = pickle.dumps(tuple(step)), folder / f"{key}.{os.getpid()}.tmp"
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
-      f.write(hashlib.sha256(key.encode() + pickled).hexdigest().encode() + pickled)
-    temporary.replace(folder / f"{key}.pickle")
+    content = sealed(key, pickle.dumps(tuple(step)))
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as f: f.write(content)
+    os.replace(f.name, folder / f"{key}.pickle")
     for old in sorted(folder.glob("*.pickle"), key=lambda p: -p.stat().st_mtime)[8:]: old.unlink()
-  except Exception: return
 
 # *** training ***
-
 class Stop:
-  """The first SIGTERM, SIGHUP or Ctrl-C asks to stop after the current step, the second stops at once; so does the
-  first while the step is `compiling`, when there is nothing to lose."""
-  def __init__(self): self.asked, self.compiling = False, False
-
+  """The first SIGTERM, SIGHUP or Ctrl-C stops after the step, the second, or one while it is `compiling`, at once."""
+  def __init__(self): self.asked, self.compiling, self.old = False, False, dict[int, Any]()
   def handle(self, *_) -> None:
-    again, self.asked = self.asked, True
-    line = b"\nstopping\n" if again or self.compiling else b"\nstopping after this step; once more stops at once\n"
-    with contextlib.suppress(OSError): os.write(2, line)           # a signal may come in the middle of a print
-    if again or self.compiling: raise KeyboardInterrupt
-
+    at_once, self.asked = self.asked or self.compiling, True
+    line = b"\nstopping\n" if at_once else b"\nstopping after this step; once more stops at once\n"
+    with suppress(OSError): os.write(2, line)            # a signal may come in the middle of a print
+    if at_once: raise KeyboardInterrupt
   def __enter__(self) -> Stop:
-    names = [signal.SIGTERM, signal.SIGINT]
-    hang_up = getattr(signal, "SIGHUP", None)            # which nohup has ignored
-    if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN: names.append(hang_up)
-    try: self.old = {s: signal.signal(s, self.handle) for s in names}
-    except ValueError: self.old = {}                     # not in the main thread: signals go elsewhere
+    hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)
+    if signal.getsignal(hang_up) == signal.SIG_IGN: hang_up = signal.SIGTERM      # nohup has it ignored
+    with suppress(ValueError):                           # not in the main thread: signals go elsewhere
+      self.old = {s: signal.signal(s, self.handle) for s in {signal.SIGTERM, signal.SIGINT, hang_up}}
     return self
-
   def __exit__(self, *_) -> None:
-    for s, h in self.old.items(): signal.signal(s, h)
+    for s, handler in self.old.items(): signal.signal(s, handler)
 
 class Job(NamedTuple):
   """A command line that was found to be sound."""
   run: Run
-  cfg: atlas.Config
+  cfg: Config
   source: Source|None = None
-  start: data.Saved|None = None               # the checkpoint to continue, sample or evaluate
+  start: Saved|None = None                    # the checkpoint to continue, sample or evaluate
   params: dict|None = None                    # the weights of start or init_from
   prompt: tuple[int, ...] = ()
   check_band: bool = False
   lines: tuple[list, int]|None = None         # those of a .jsonl file, and how many bad ones were skipped
 
-class Training:
-  """A run while it trains.  `step` is the number of optimizer steps taken, `first` that at the start of this process,
-  `saved` that of the newest checkpoint; `weights` are on the one device that validates and saves; `key` is empty if no
-  step is to be cached."""
-  def __init__(self, job:Job):
-    self.began, self.run, self.cfg, self.out = time.perf_counter(), job.run, job.cfg, Path(job.run.out)
-    assert job.source is not None and job.params is not None
-    run, start, self.source, self.text = job.run, job.start, job.source, identity(job.source)
-    self.first = self.step = start.meta["step"] if start else 0
-    self.saved, self.solved = self.step if start else -1, bool(start and start.meta.get("solved"))
-    flat = get_state_dict(job.params)
-    for weight in flat.values(): weight.replace(shared(run, weight))
-    optimizer = optimizer_for(flat, run.weight_decay)
-    if start:
-      for path in checkpoints(self.out):                 # `newest` passed over these: they are damaged
-        if path > start.path: path.replace(path.with_suffix(".damaged"))
-      for name, t in optimizer_state(optimizer).items(): overwrite(t, start.tensors[name].numpy())
-    self.key = cache_key(run, self.cfg) if run.cache else ""
-    cached = cached_step(self.key, flat, optimizer) if self.key else None
-    if cached: self.key = ""
-    step = training_step(job.params, self.cfg, optimizer, run.clip, run.accum)
-    self.compiled = cached or Step(step, job.params, optimizer)
-    self.weights = get_state_dict(self.compiled.params)
-    if run.devices > 1: self.weights = {n: w.to(Device.DEFAULT).contiguous().realize() for n, w in self.weights.items()}
-    self.params = atlas.unflatten(self.weights)
-    self.held_out = evaluate.HeldOut(self.params, self.cfg, self.source, run.batch, run.length, run.seed)
-    self.log = Log(self.out, self.step)
-
-  def gather(self) -> None:
-    """Copies the weights from the devices that share a batch to the one that validates and saves."""
-    flat = get_state_dict(self.compiled.params)
-    if self.run.devices > 1: Tensor.realize(*[w.assign(flat[n].to(Device.DEFAULT)) for n, w in self.weights.items()])
-
-  def save(self) -> None:
-    """Writes a checkpoint and keeps the last two.  What the log says of their steps is on the disk before them."""
-    os.fsync(self.log.file.fileno())
-    self.gather()
-    tensors = {f"weights.{n}": p for n, p in self.weights.items()}
-    tensors |= {n: p.to(Device.DEFAULT) for n, p in optimizer_state(self.compiled.optimizer).items()}
-    settings = {"config": asdict(self.cfg), "run": asdict(self.run), "text": self.text}
-    meta = {"step": self.step, "solved": self.solved} | settings
-    atlas.save(self.out / f"step_{self.step:08d}.safetensors", tensors, meta)
-    for old in checkpoints(self.out)[:-2]: old.unlink()
-    self.saved = self.step
-
-  def changed(self) -> str:
-    """What is wrong with the file of a text that is no longer what it was."""
-    try:
-      if isinstance(self.source, data.Text): data.unchanged(self.source)
-    except ValueError as e: return str(e)
-    return ""
-
-  def take_step(self, bar:tqdm) -> float:
-    """One optimizer step on the batch of (seed, step), and its row in the log.  Returns the seconds that it took.
-    FloatingPointError, with the number of steps before, if the loss or the gradient is not finite."""
-    tick, run, source, tokens = time.perf_counter(), self.run, self.source, self.run.batch * self.run.length
-    lr = rate(run, self.step)
-    set_rate(self.compiled.optimizer, lr)
-    GlobalCounters.reset()
-    if isinstance(source, data.Task): x, y = source.batch(run.batch, run.seed, self.step)
-    else: x, y = data.batch(source.train, run.batch, run.length, run.seed, self.step)
-    scalars = self.compiled.run(shared(run, Tensor(x), 0), shared(run, Tensor(y), 0))
-    loss, norm, eta = [float(z.item()) for z in scalars]
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-      raise FloatingPointError(f"loss {loss} (gradient norm {norm}) at step {self.step + 1}", self.step)
-    self.step += 1
-    now = time.perf_counter()
-    speed, all_seconds = tokens / (now - tick), self.log.seconds + now - self.began
-    self.log.write([str(self.step), str(self.step * tokens), f"{loss:.6f}", "", f"{lr:.8g}", f"{norm:.6f}",
-                    f"{eta:.8g}", f"{speed:.1f}", f"{all_seconds:.2f}"])
-    bar.update()
-    bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{self.held_out.unit()}, memory step "
-                        f"{eta:.4f}, {(now - tick) * 1e3:.0f} ms, {speed:.0f} tok/s, "
-                        f"{GlobalCounters.mem_used / 1e6:.0f} MB")
-    return now - tick
-
-  def due(self) -> bool:
-    """Whether the weights are to be validated after the current step."""
-    return self.run.eval_every > 0 and (self.step % self.run.eval_every == 0 or self.step == self.run.steps)
-
-  def validate(self) -> None:
-    """Validates the weights as they are; the log's last row gets the result.  A solved task is saved as such."""
-    self.gather()
-    self.held_out.validate(self.step)
-    self.log.amend("val_bpb", f"{self.held_out.bits.mean():.6f}")
-    self.solved = self.held_out.right >= SOLVED
-    if self.solved: self.save()
-
-def train(job:Job, stop:Stop) -> int:
-  """Trains job.params, from job.start or from step 0; saves, validates, prints a sample.  Returns the exit code."""
-  t, run = Training(job), job.run
-  cached = run.cache and not t.key
-  if cached: print(f"the compiled step is in {cache_folder()}")
-  elif BEAM: print(f"compiling: BEAM={BEAM.value} times many forms of each kernel before the first step: an hour or so")
-  else: print("compiling: the first step takes half a minute or so, and the time left is known after the second")
-  try:
-    bar = tqdm(total=run.steps, initial=t.step, unit="step", dynamic_ncols=True, smoothing=0.1)
-    with Context(TRAINING=1), t.log.file, bar:
-      if t.first and t.due() and t.log.row and not t.log.row[3]: t.validate()          # stopped after it was saved
-      while t.step < run.steps and not (stop.asked or t.solved or t.changed()):
-        stop.compiling = t.step == t.first and not cached
-        seconds = t.take_step(bar)
-        if t.step == t.first + 1 and t.key: cache_step(t.key, t.compiled)
-        stop.compiling = False
-        if t.step == t.first + 2:                        # the first step compiles
-          compiling, flop = time.perf_counter() - t.began - seconds, GlobalCounters.global_ops
-          bar.write(f"compiled in {compiling:.0f} s: {GlobalCounters.kernel_count:,} kernels and {flop / 1e9:.2f} "
-                    f"GFLOP a step, {run.batch * run.length / seconds:.0f} tokens/s")
-        if run.save_every and t.step % run.save_every == 0 or t.due() and t.step == run.steps: t.save()
-        if t.due() and not t.changed(): t.validate()
-      if t.saved != t.step: t.save()
-    if t.changed():
-      print(f"error: {t.changed()}; resume=1 continues from {checkpoints(t.out)[-1]}", file=sys.stderr)
-      return 1
-    if stop.asked and t.step < run.steps and not t.solved:
-      print(f"stopped at step {t.step}, saved: continue with resume=1")
-      return 0
-    return conclude(t, job, not stop.asked)
-  except FloatingPointError as e:                        # a checkpoint of these weights that this run wrote is removed
-    what, step = e.args
-    if step > t.first: (t.out / f"step_{step:08d}.safetensors").unlink(missing_ok=True)
-    left = checkpoints(t.out)
-    kept = f"the last good checkpoint is {left[-1]}" if left else "no good checkpoint was saved"
-    print(f"error: {what} is not finite; {kept}: lower lr or clip", file=sys.stderr)
-    return 1
-  except KeyboardInterrupt:
-    if not stop.compiling: raise
-    print("stopped while compiling, before a step was taken: nothing is lost")
-    return 0
-
-def conclude(t:Training, job:Job, spoken:bool) -> int:
-  """Prints what the trained model is worth, and a sample of it if `spoken`.  Returns the exit code."""
-  run, held_out, is_text = t.run, t.held_out, isinstance(t.source, data.Text)
-  if run.eval_every and is_text and not len(held_out.bits): held_out.validate(t.step)
-  bits = held_out.bits
-  if not np.isfinite(bits).all(): raise FloatingPointError(f"the validation loss after step {t.step}", t.step)
-  if t.solved and t.step < run.steps: print(f"{SOLVED:.0%} right after {t.step} steps: done early")
-  if run.eval_every: held_out.report(t.out, t.step, run.tokens)
-  if spoken and is_text: speak(job, t.params, t.source.is_bytes)
-  seconds = time.perf_counter() - t.began
-  print(f"{seconds:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {checkpoints(t.out)[-1]}")
-  if job.check_band and len(bits) and not BAND[0] <= bits.mean() <= BAND[1]:
-    print(f"error: {bits.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run",
-          file=sys.stderr)
-    return 1
-  return 0
+def prepared(job:Job) -> tuple[Step, str]:
+  """The training step with the weights and moments to start from; the key to keep it under, empty where none is to."""
+  run, cfg, start, params = job.run, job.cfg, job.start, job.params or {}
+  flat = get_state_dict(params)
+  for weight in flat.values(): weight.replace(shared(run, weight))
+  optimizer = optimizer_for(flat, run.weight_decay)
+  if start:
+    for name, t in optimizer_state(optimizer).items(): overwrite(t, start.tensors[name].numpy())
+  key = cache_key(run, cfg) if run.cache else ""
+  if key and (cached := cached_step(key, flat, optimizer)): return cached, ""
+  return Step(training_step(params, cfg, optimizer, run.clip, run.accum), params, optimizer), key
+def take_step(run:Run, source:Source, step:Step, n:int, lr:float) -> list[float]:
+  """Optimizer step n on the batch of (seed, n): loss, gradient norm, memory step.  FloatingPointError if not finite."""
+  set_rate(step.optimizer, lr)
+  GlobalCounters.reset()
+  if isinstance(source, Task): batch = source.batch(run.batch, run.seed, n)
+  else: batch = data.batch(source.train, run.batch, run.length, run.seed, n)
+  loss, norm, eta = [z.item() for z in step.run(*[shared(run, Tensor(z), 0) for z in batch])]
+  if not math.isfinite(loss + norm): raise FloatingPointError(f"loss {loss} (gradient norm {norm}) at step {n + 1}", n)
+  return [loss, norm, eta]
 
 def speak(job:Job, params:dict, is_bytes:bool) -> None:
   """Prints a sample as the command line asks for it."""
   run, prompt = job.run, list(job.prompt)
   evaluate.sample(params, job.cfg, prompt, is_bytes, run.tokens or 200, run.temperature, run.top_k, run.seed)
 
+def train(job:Job, stop:Stop) -> int:
+  """Trains job.params, from job.start or from step 0; saves, validates, prints a sample.  Returns the exit code."""
+  began, run, cfg, source, out = perf_counter(), job.run, job.cfg, job.source, Path(job.run.out)
+  assert source
+  (step, key), n, solved = prepared(job), 0, False       # n: optimizer steps taken
+  if job.start: n, solved = job.start.meta["step"], job.start.meta.get("solved", False)
+  first, tokens, cached, log, params = n, run.batch * run.length, run.cache and not key, Log(out, n), step.params
+  if run.devices > 1:                                    # copies, on the one device that validates
+    params = atlas.unflatten({name: Tensor(w.numpy()).realize() for name, w in get_state_dict(params).items()})
+  held_out = evaluate.HeldOut(params, cfg, source, run.batch, run.length, run.seed)
+
+  def changed():
+    """What is wrong with the file of a text that is no longer what it was."""
+    try:
+      if isinstance(source, Text): data.unchanged(source)
+    except ValueError as e: return str(e)
+    return ""
+  def due():
+    """Whether to validate now: at every interval and at the end, once, and unless the text has changed."""
+    interval = run.eval_every > 0 and (n % run.eval_every == 0 or n == run.steps)
+    return interval and log.row[3:4] == [""] and not changed()
+  def save():
+    """Writes a checkpoint and keeps the last two.  What the log says of their steps is on the disk before them."""
+    os.fsync(log.file.fileno())
+    weights = {f"weights.{name}": w for name, w in get_state_dict(step.params).items()}
+    meta = {"step": n, "solved": solved, "config": asdict(cfg), "run": asdict(run), "text": identity(source)}
+    atlas.save(checkpoint(out, n), weights | optimizer_state(step.optimizer), meta)
+    for old in checkpoints(out)[:-2]: old.unlink()
+  def gather():
+    weights = get_state_dict(params)
+    for name, w in get_state_dict(step.params).items():
+      if w is not weights[name]: overwrite(weights[name], w.numpy())
+  def validate():
+    """Validates the weights as they are; the log's last row gets the result.  A solved task is saved as such."""
+    nonlocal solved
+    gather()
+    held_out.validate(n)
+    log.amend(held_out.bits.mean())
+    solved = held_out.right >= SOLVED
+    if solved: save()
+
+  if cached: print(f"the compiled step is in {cache_folder()}")
+  elif BEAM: print(f"compiling: BEAM={BEAM.value} times many forms of each kernel before the first step: an hour or so")
+  else: print("compiling: the first step takes half a minute or so, and the time left is known after the second")
+  try:
+    bar = tqdm(total=run.steps, initial=n, unit="step", dynamic_ncols=True, smoothing=0.1)
+    with Context(TRAINING=1), log.file, bar:
+      while True:
+        if due(): validate()                             # after a step, or where the run before was stopped after it
+        if n >= run.steps or stop.asked or solved or changed(): break
+        stop.compiling, tick, lr = n == first and not cached, perf_counter(), rate(run, n)
+        loss, norm, eta = take_step(run, source, step, n, lr)
+        n, seconds = n + 1, perf_counter() - tick
+        speed, all_seconds = tokens / seconds, log.seconds + tick + seconds - began
+        row = f"{n},{n * tokens},{loss:.6f},,{lr:.8g},{norm:.6f},{eta:.8g},{speed:.1f},{all_seconds:.2f}"
+        log.write(row.split(","))
+        bar.update()
+        bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{evaluate.unit(source)}, memory step "
+                            f"{eta:.4f}, {seconds * 1e3:.0f} ms, {speed:.0f} tok/s, "
+                            f"{GlobalCounters.mem_used / 1e6:.0f} MB")
+        if n == first + 1 and key: cache_step(key, step)
+        stop.compiling = False
+        if n == first + 2:                               # the first step compiles
+          compiling, flop = perf_counter() - began - seconds, GlobalCounters.global_ops
+          bar.write(f"compiled in {compiling:.0f} s: {GlobalCounters.kernel_count:,} kernels and {flop / 1e9:.2f} "
+                    f"GFLOP a step, {speed:.0f} tokens/s")
+        if run.save_every and n % run.save_every == 0 or due() and n == run.steps: save()
+      if not checkpoint(out, n).exists(): save()
+    if changed(): return ended(f"error: {changed()}; resume=1 continues from {checkpoints(out)[-1]}", 1)
+    if stop.asked and n < run.steps and not solved:
+      return ended(f"stopped at step {n}, saved: continue with resume=1")
+    gather()
+    if run.eval_every and isinstance(source, Text) and not len(held_out.bits): held_out.validate(n)
+    bits = held_out.bits
+    if not np.isfinite(bits).all(): raise FloatingPointError(f"the validation loss after step {n}", n)
+    if solved and n < run.steps: print(f"{SOLVED:.0%} right after {n} steps: done early")
+    if run.eval_every: held_out.report(out, n, run.tokens)
+    if isinstance(source, Text) and not stop.asked: speak(job, params, source.is_bytes)
+    print(f"{perf_counter() - began:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {checkpoints(out)[-1]}")
+    if not (job.check_band and len(bits)) or BAND[0] <= bits.mean() <= BAND[1]: return 0
+    return ended(f"error: {bits.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", 1)
+  except FloatingPointError as e:                        # a checkpoint of these weights that this run wrote is removed
+    what, last = e.args
+    if last > first: checkpoint(out, last).unlink(missing_ok=True)
+    left = checkpoints(out)
+    kept = f"the last good checkpoint is {left[-1]}" if left else "no good checkpoint was saved"
+    return ended(f"error: {what} is not finite; {kept}: lower lr or clip", 1)
+  except KeyboardInterrupt:
+    if not stop.compiling: raise
+    return ended("stopped while compiling, before a step was taken: nothing is lost")
+
 # *** bench ***
-
-COLUMNS = ("preset", "backend", "length", "batch", "params", "first_step_s", "step_ms", "tok_s", "kernels", "gflop",
-           "gbytes", "peak_mb", "decode_tok_s")
-
+COLUMNS = tuple("preset backend length batch params first_step_s step_ms tok_s kernels gflop gbytes peak_mb "
+                "decode_tok_s".split())
 def peak_mb() -> float:
   """The most memory that this process has held so far; 0 where the system does not say."""
-  if not resource: return 0.0
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 1024)
-
-def timed(f:Callable, *args) -> tuple[float, Any]:
-  """Seconds until the first result of a call is there, and its results."""
+  unit = 2 ** 20 if sys.platform == "darwin" else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit if resource else 0.0
+def timed(f:Callable, *args) -> float:
+  """Seconds until the first result of a call is there."""
   GlobalCounters.reset()
-  tick = time.perf_counter()
-  result = f(*args)
-  result[0].numpy()
-  return time.perf_counter() - tick, result
-
-def bench_row(run:Run, cfg:atlas.Config, length:int) -> dict[str, Any]:
-  """One configuration, alone in its process: medians of 5 steps after the compiled ones, and of 30 tokens decoded."""
+  began = perf_counter()
+  f(*args)[0].numpy()
+  return perf_counter() - began
+def bench_row(run:Run, cfg:Config, length:int) -> list:
+  """COLUMNS from params on, of a model alone in its process: medians of 5 steps after the compiled, of 30 tokens."""
   params, rng = atlas.init(cfg, run.seed), np.random.default_rng(run.seed)
   optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
   step = training_step(params, cfg, optimizer, run.clip, run.accum)
   x, y = [Tensor(rng.integers(0, cfg.vocab, (run.batch, length)).astype(np.int32)).realize() for _ in range(2)]
-  with Context(TRAINING=1): times = [timed(step, x, y)[0] for _ in range(8)]
+  with Context(TRAINING=1): times = [timed(step, x, y) for _ in range(8)]
   seconds = float(np.median(times[3:]))
-  row = dict(params=atlas.parts(cfg)["total"], first_step_s=f"{times[0]:.1f}", step_ms=f"{seconds * 1e3:.1f}",
-             tok_s=f"{run.batch * length / seconds:.0f}", kernels=GlobalCounters.kernel_count,
-             gflop=f"{GlobalCounters.global_ops / 1e9:.2f}", gbytes=f"{GlobalCounters.global_mem / 1e9:.3f}")
-  one_token, decoding = TinyJit(lambda token, state: atlas.forward(params, cfg, token, state)), list[float]()
-  _, state = atlas.forward(params, cfg, Tensor([[0]]))
+  total, speed, count = atlas.parts(cfg)["total"], run.batch * length / seconds, GlobalCounters
+  row = [total, f"{times[0]:.1f}", f"{seconds * 1e3:.1f}", f"{speed:.0f}", count.kernel_count,
+         f"{count.global_ops / 1e9:.2f}", f"{count.global_mem / 1e9:.3f}"]
+  one_token = TinyJit(lambda token, state: atlas.forward(params, cfg, token, state))
+  state = atlas.forward(params, cfg, Tensor([[0]]))[1]
   Tensor.realize(*state.values())
-  for _ in range(33):
-    seconds, (_, state) = timed(one_token, Tensor([[1]]), state)
-    decoding.append(seconds)
-  return row | dict(peak_mb=f"{peak_mb():.0f}", decode_tok_s=f"{1 / np.median(decoding[3:]):.0f}")
+  def decode():
+    nonlocal state
+    logits, state = one_token(Tensor([[1]]), state)
+    return logits, state
+  seconds = float(np.median([timed(decode) for _ in range(33)][3:]))
+  return [*row, f"{peak_mb():.0f}", f"{1 / seconds:.0f}"]
 
 def bench(run:Run, model:dict) -> None:
   """Times every preset at every length, each in a process of its own; prints a table and writes it to out/bench.csv."""
-  path, rows, (names, lengths) = Path(run.out) / "bench.csv", list[list](), listed(run)
+  path, rows = Path(run.out) / "bench.csv", list[list]()
   available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
   path.parent.mkdir(parents=True, exist_ok=True)
   print("  ".join(f"{c:>12s}" for c in COLUMNS))
-  for name, length in itertools.product(names, lengths):
+  for name, length in itertools.product(*listed(run)):
     cfg = atlas.preset(name, run.size, **model)
     form = "fused" if kernels.takes_fused(cfg, Tensor.empty(1)) else "ops"
-    row = dict(preset=name, backend="softmax" if cfg.mixer == "attention" else form, length=length, batch=run.batch)
+    row = [name, "softmax" if cfg.mixer == "attention" else form, length, run.batch]
     try:
       estimate = memory_estimate(cfg, run.batch // run.accum, length)
       if kernels.on_cpu(Device.DEFAULT) and estimate > available: raise MemoryError
       with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        row |= pool.submit(bench_row, run, cfg, length).result()
-    except (MemoryError, BrokenProcessPool): row |= dict(params="does not fit")
-    rows.append([row.get(c, "") for c in COLUMNS])
+        row += pool.submit(bench_row, run, cfg, length).result()
+    except (MemoryError, BrokenExecutor): row += ["does not fit", *[""] * 8]
+    rows.append(row)
     evaluate.write_rows(path, COLUMNS, rows)
-    print("  ".join(f"{x!s:>12s}" for x in rows[-1]), flush=True)
+    print("  ".join(f"{x!s:>12s}" for x in row), flush=True)
   print(f"written to {path}")
 
 # *** the commands ***
-
-def parts_line(cfg:atlas.Config) -> str:
+def listing(settings:dict) -> str: return ", ".join(f"{k}={v}" for k, v in settings.items())
+def parts_line(cfg:Config) -> str:
   count = atlas.parts(cfg)
-  return f"{count['total']:14,d} = " + " + ".join(f"{n:,} {part}" for part, n in count.items() if part != "total")
-
+  return f"{count.pop('total'):14,d} = " + " + ".join(f"{n:,} {part}" for part, n in count.items())
 def show_params(own:dict, model:dict) -> None:
   """Parameters by part of every size and preset, or of those given, with the model's settings that were given."""
   for size in [own["size"]] if "size" in own else atlas.SIZES:
-    print(f"{size}: " + ", ".join(f"{k}={v}" for k, v in (atlas.SIZES[size] | model).items()))
+    print(f"{size}: {listing(atlas.SIZES[size] | model)}")
     for name in [own["preset"]] if "preset" in own else atlas.PRESETS:
       print(f"  {name:17s} {parts_line(atlas.preset(name, size, **model))}")
-
-def describe(run:Run, cfg:atlas.Config, source:Source|None) -> None:
+def describe(run:Run, cfg:Config, source:Source|None) -> None:
   """The resolved configuration, the parameters by part, and an estimate of memory."""
-  settings = asdict(run) | asdict(cfg)
-  print("settings: " + " ".join(f"{k}={v}" for k, v in settings.items() if v != ""))
+  print("settings:", *[f"{k}={v}" for k, v in (asdict(run) | asdict(cfg)).items() if v != ""])
   print(f"parameters: {parts_line(cfg).strip()}")
   megabytes = memory_estimate(cfg, run.batch // run.accum // run.devices, run.length) / 1e6
   parts = f", in {run.accum} parts," if run.accum > 1 else ""
   where = f"on {Device.DEFAULT}" if run.devices == 1 else f"on each of {', '.join(device_names(run))}"
   print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens{parts} {where}")
-  if isinstance(source, data.Task):
-    print(f"task: {source.name}, " + ", ".join(f"{n}={x}" for n, x in source.settings.items()))
+  if isinstance(source, Task): print(f"task: {source.name}, {listing(source.settings)}")
   elif source:
-    print(f"text: {source.name}, {len(source.train):,} tokens to train on, {len(source.val):,} to validate "
-          f"(sha256 {source.digest[:16]})")
+    sizes = f"{len(source.train):,} tokens to train on, {len(source.val):,} to validate"
+    print(f"text: {source.name}, {sizes} (sha256 {source.digest[:16]})")
 
 def resolve(own:dict, model:dict) -> Job:
   """Finds what is wrong, with parse in this order: syntax, keys, types, combinations, device, data, checkpoint, out."""
-  run = Run(**own)
+  run = Run(**own | {"out": expanduser(own.get("out", Run.out))})
   check_run(run, own)
-  run = replace(run, out=os.path.expanduser(run.out))
-  out, reads, named = Path(run.out), run.mode in ("train", "eval"), "data" in own
+  out, named = Path(run.out), "data" in own
+  reads, trains = run.mode in ("train", "eval"), run.mode in ("train", "bench")
   if run.mode == "plot":
     evaluate.check_plot(out)
     return Job(run, atlas.preset(run.preset, run.size, **model))
@@ -747,91 +648,82 @@ def resolve(own:dict, model:dict) -> Job:
   if task and run.mode == "train":
     run, model = replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
   continued = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
-  cfg = None if continued else fresh_config(run, own, model)           # with a checkpoint, its settings count
+  cfg = Config() if continued else fresh_config(run, own, model)         # with a checkpoint, its settings count
   check_device()
-  lines = None
+  lines = start = params = None
   if run.mode == "eval" and run.data.endswith(".jsonl"):
-    lines = evaluate.json_lines(Path(os.path.expanduser(run.data)), run.skip_bad)
+    lines = evaluate.json_lines(Path(expanduser(run.data)), run.skip_bad)
   elif named and reads and (continued or run.mode == "eval"): data.read(run.data)    # faults of data come first
-  start = newest(out) if continued else None
-  if start: run, cfg = from_checkpoint(start, run, own, model)
+  if continued: run, cfg, start = from_checkpoint(newest(out), run, own, model)
   refuse(not start and run.mode in READERS, f"out={run.out} has no checkpoint: train first, or name the folder of one")
-  assert cfg is not None
-  if run.mode in ("train", "bench"): check_parts(run)
+  if trains: check_parts(run)
   check_dtype(cfg)
   if run.task and reads and not task and not named: task = data.task(run.task, run.length, cfg.vocab)
   if task: run = replace(run, length=task.settings["length"])
   source = opened(run, cfg, task, named) if reads and not lines else None
-  ids = isinstance(source, data.Text) and not source.is_bytes
+  ids = isinstance(source, Text) and not source.is_bytes
   sized = start or run.init_from or "vocab" in atlas.SIZES[run.size] | model
   refuse(ids and not sized, f"data={run.data} holds token ids: give vocab=, the number of tokens of its tokenizer")
-  params = restored(run, cfg, start, source, bool(lines)) if start else None
+  if start: params = restored(run, cfg, start, source, bool(lines))
   is_bytes = start.meta["text"]["is_bytes"] if start else not ids
-  prompt = tuple(evaluate.prompt_ids(run.prompt, cfg, is_bytes)) if not task else ()
+  prompt = () if task else tuple(evaluate.prompt_ids(run.prompt, cfg, is_bytes))
   if run.init_from and not start: params = imported(run, cfg)
-  if run.mode in ("train", "bench"): check_out(out)
+  if trains: check_out(out)
   check_band = run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET
   return Job(run, cfg, source, start, params, prompt, check_band, lines)
 
-def fresh_config(run:Run, own:dict, model:dict) -> atlas.Config:
-  """The model's settings where no checkpoint has them: those of init_from unless a key, a size or a preset differs.
-  Without horizon=, what is trained on lies within the horizon."""
+def fresh_config(run:Run, own:dict, model:dict) -> Config:
+  """The model's settings where no checkpoint has them: those of init_from unless a key, a size or a preset differs."""
   if run.mode == "bench": return [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
-  horizon = min(max(atlas.Config.horizon, run.length), 1 << 20)
+  horizon = min(max(Config.horizon, run.length), 1 << 20)                       # what is trained on lies within it
   cfg = atlas.preset(run.preset, run.size, **{"horizon": horizon} | model)
   if not run.init_from: return cfg
-  try: before = atlas.config_of(data.read_file(os.path.expanduser(run.init_from)))
+  try: before = atlas.config_of(data.read_file(expanduser(run.init_from)))
   except ValueError: return cfg                          # its fault is reported in its turn, see imported
   asked = set(model) | (set(atlas.SIZES[run.size]) if "size" in own else set())
   if "preset" in own: asked |= {name for preset in atlas.PRESETS.values() for name in preset}
-  changes = {"horizon": max(before.horizon, horizon), "muon_every": math.gcd(before.muon_every, cfg.chunk)}
-  if "chunk" not in asked: del changes["muon_every"]
+  changes = {"horizon": max(before.horizon, horizon)}
+  if "chunk" in asked: changes["muon_every"] = math.gcd(before.muon_every, cfg.chunk)
   return replace(before, **changes | {name: getattr(cfg, name) for name in asked})
-
-def from_checkpoint(start:data.Saved, run:Run, own:dict, model:dict) -> tuple[Run, atlas.Config]:
+def from_checkpoint(start:Saved, run:Run, own:dict, model:dict) -> tuple[Run, Config, Saved]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
   path, cfg, recorded = start.path, atlas.config_of(start), start.meta["run"]
-  free = FREE if run.mode == "train" else FREE | {"data", "batch", "seed", "horizon"}
+  free, now = FREE, {"mode", "out", "resume", "init_from"}
+  if run.mode != "train": free, now = free | {"data", "batch", "seed", "horizon"}, now | SAMPLING | {"seed"}
   if run.mode != "train" and run.task: free = free | {"task", "length"}
-  known = recorded | start.meta["config"]
   for key, x in (own | model).items():
-    refuse(key not in free and known.get(key) != x, f"{key}={x} contradicts the checkpoint {path}, made with "
-           f"{key}={known.get(key)}: leave {key} out, or train anew in another out")
-  now = {"mode", "out", "resume", "init_from"} | (SAMPLING | {"seed"} if run.mode != "train" else set())
+    before = (recorded | start.meta["config"]).get(key)
+    refuse(key not in free and before != x, f"{key}={x} contradicts the checkpoint {path}, made with {key}={before}: "
+           f"leave {key} out, or train anew in another out")
   cfg = replace(cfg, **{k: x for k, x in model.items() if k in free})
-  try: return Run(**recorded | own | {k: getattr(run, k) for k in now}), cfg
+  try: return Run(**recorded | own | {k: getattr(run, k) for k in now}), cfg, start
   except TypeError:
     raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
-
-def opened(run:Run, cfg:atlas.Config, task:data.Task|None, named:bool) -> Source:
+def opened(run:Run, cfg:Config, task:Task|None, named:bool) -> Source:
   """What the run reads: text named for evaluation whole.  ValueError for a token outside the vocabulary."""
-  if not task: return data.load(run.data, cfg.vocab, *((1, 1) if named and run.mode == "eval" else (run.length,)))
-  advice = f"the model vocab={cfg.vocab}: give the task vocab="
-  refuse(task.vocab > cfg.vocab, f"task={run.task} has {task.vocab} tokens, {advice}")
-  highest = max(int(z.max()) for z in task.batch(1, run.seed, 0))
-  refuse(highest >= cfg.vocab, f"task={run.task} has token {highest}, outside vocab={cfg.vocab}: give the task vocab=")
+  if named and run.mode == "eval": return data.load(run.data, cfg.vocab, 1, parts=1)
+  if not task: return data.load(run.data, cfg.vocab, run.length)
+  highest, advice = max(int(z.max()) for z in task.batch(1, run.seed, 0)), "give the task vocab="
+  refuse(task.vocab > cfg.vocab, f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: {advice}")
+  refuse(highest >= cfg.vocab, f"task={run.task} has token {highest}, outside vocab={cfg.vocab}: {advice}")
   return task
-
-def restored(run:Run, cfg:atlas.Config, start:data.Saved, source:Source|None, lines:bool) -> dict:
-  """The weights of a checkpoint.  ValueError if they do not fit what is read: another text than before, ids for a
-  model of bytes, or a task with another decoder (it belongs to the task that it was trained for)."""
+def restored(run:Run, cfg:Config, start:Saved, source:Source|None, lines:bool) -> dict:
+  """The weights of a checkpoint.  ValueError for another text than before, ids for bytes, or another decoder."""
   before, text = Run(**start.meta["run"]), start.meta["text"]
-  params = atlas.weights_of(start, layout(before, cfg))
-  what = f"task={run.task}" if isinstance(source, data.Task) else f"data={run.data}"
+  params, is_task = atlas.weights_of(start, layout(before, cfg)), isinstance(source, Task)
+  what = f"task={run.task}" if is_task else f"data={run.data}"
   if source and run.mode == "train":
     now = identity(source)
-    refuse(any(now.get(name) != x for name, x in text.items()), f"{what} has changed since {start.path} was written: "
+    refuse(now | text != now, f"{what} has changed since {start.path} was written: "
            f"give the same, or init_from={start.path} to go on with another")
   refuse(lines and (not text["is_bytes"] or cfg.vocab < 256),
          f"{what} is text, and {start.path} is not: train on bytes first")
-  shapes, asked = [{n: shape for n, (shape, _) in layout(r, cfg).items()} for r in (before, run)]
-  refuse(isinstance(source, data.Task) and shapes != asked, f"{what} does not fit {start.path}, made with "
+  refuse(is_task and decoded_length(before) != decoded_length(run), f"{what} does not fit {start.path}, made with "
          f"task={before.task}: compression has a decoder for its own length")
   return params
-
-def imported(run:Run, cfg:atlas.Config) -> dict:
+def imported(run:Run, cfg:Config) -> dict:
   """The weights of init_from; prints which of its settings are not those of this run."""
-  path = Path(os.path.expanduser(run.init_from))
+  path = Path(expanduser(run.init_from))
   refuse(not path.is_file(), f"init_from={path} does not exist: name a checkpoint or an exported file")
   saved = read_weights(path)
   params, before = atlas.weights_of(saved, layout(run, cfg)), asdict(atlas.config_of(saved))
@@ -839,34 +731,29 @@ def imported(run:Run, cfg:atlas.Config) -> dict:
     if x != before[name]: print(f"warning: {name}={x} here, and {path} was made with {name}={before[name]}")
   return params
 
-def export(out:Path, cfg:atlas.Config, params:dict, start:data.Saved) -> None:
-  """Writes out/weights.safetensors: the weights by the names of atlas.layout, with the settings, for atlas.load."""
-  flat, path = get_state_dict(params), out / "weights.safetensors"
-  atlas.save(path, {n: flat[n] for n in atlas.layout(cfg)}, {n: start.meta[n] for n in ("config", "text", "step")})
-  print(f"written to {path}, {path.stat().st_size / 1e6:.1f} MB, of {start.path}: atlas.load(path) reads it")
-
 def perform(job:Job, own:dict, model:dict) -> int:
   """What the command line asks for, once it is known to be sound.  Returns the exit code."""
-  run, cfg, start, source = job.run, job.cfg, job.start, job.source
-  if run.mode == "params": show_params(own, model)
+  run, cfg, start, source, params = job.run, job.cfg, job.start, job.source, job.params
   if run.mode == "train": describe(run, cfg, source)
-  if run.mode == "params" or run.steps == 0: return 0
-  params = job.params
-  if run.mode == "bench": bench(run, model)
+  if run.mode == "params": show_params(own, model)
+  elif run.steps == 0: return 0
+  elif run.mode == "bench": bench(run, model)
   elif run.mode == "plot": evaluate.plot(Path(run.out))
   elif run.mode == "train":
     params = params or atlas.filled(layout(run, cfg), run.seed)
-    with Stop() as stop, run_folder(Path(run.out), not start): return train(job._replace(params=params), stop)
+    with Stop() as stop, run_folder(Path(run.out), start): return train(job._replace(params=params), stop)
   elif start and params:
-    if run.mode == "export": export(Path(run.out), cfg, params, start)
+    if run.mode == "export":
+      path, flat = Path(run.out) / "weights.safetensors", get_state_dict(params)
+      atlas.save(path, {n: flat[n] for n in atlas.layout(cfg)}, {n: start.meta[n] for n in ("config", "text", "step")})
+      print(f"written to {path}, {path.stat().st_size / 1e6:.1f} MB, of {start.path}: atlas.load(path) reads it")
     elif job.lines: evaluate.evaluate_lines(params, cfg, *job.lines, run.batch)
-    elif isinstance(source, data.Task):
+    elif isinstance(source, Task):
       score = evaluate.scorer(params, cfg, source, run.batch, run.seed)
       evaluate.table(score, source, run.tokens or evaluate.VALIDATION_TOKENS)
     elif source: evaluate.positions(params, cfg, source, start.path, run.batch, run.length, run.tokens)
     else: speak(job, params, start.meta["text"]["is_bytes"])
   return 0
-
 def fault(e:Exception) -> str:
   """What is wrong, in one line that any terminal can show: a name may hold line ends."""
   text = str(e)
@@ -877,14 +764,10 @@ def fault(e:Exception) -> str:
     text = f"a file cannot be written ({e.strerror}): make room; what was saved before is whole"
   return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
+@evaluate.shown()
 def main(argv:list[str]) -> int:
   """Runs a command line in this process.  Exit code: 0 done, 1 stopped, disk full, not finite, band missed, 2 input."""
-  with evaluate.shown(): return command(argv)
-
-def command(argv:list[str]) -> int:
-  if {"--help", "-h", "help"} & set(argv):
-    print(usage())
-    return 0
+  if {"--help", "-h", "help"} & set(argv): return ended(usage())
   job:Job|None = None
   try:
     own, model = parse(argv)
@@ -893,11 +776,9 @@ def command(argv:list[str]) -> int:
   except (ValueError, OSError, MemoryError, sqlite3.Error) as e:
     asked = job is None or job.run.mode == "params" or isinstance(e, Taken)      # by a run that began just now
     if isinstance(e, ValueError) and not asked: raise    # a fault of ours
-    print("error:", fault(e), file=sys.stderr)
-    return 2 if asked else 1
+    return ended(f"error: {fault(e)}", 2 if asked else 1)
   except KeyboardInterrupt:
     left = checkpoints(Path(job.run.out)) if job and job.run.mode == "train" else []
-    print("\nstopped at once" + (f": resume=1 continues from {left[-1]}" if left else ""), file=sys.stderr)
-    return 1
+    return ended("\nstopped at once" + (f": resume=1 continues from {left[-1]}" if left else ""), 1)
 
 if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
