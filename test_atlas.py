@@ -545,7 +545,8 @@ def test_matmul_broadcasts_leading_axes_as_numpy_does_or_says_that_it_cannot():
     with pytest.raises(ValueError, match=message): kernels.matmul(Tensor.zeros(*a), Tensor.zeros(*b))
 
 def test_an_operation_that_a_kernel_does_not_have_is_refused():
-  m: Any = kernels.Kernel(UOp.placeholder((64,), dtypes.float, 0), None, True).new((2, 3))
+  scratch, vectors = UOp.placeholder((64,), dtypes.float, 0), kernels.vectors(Device.DEFAULT)
+  m: Any = kernels.Kernel(scratch, None, True, vectors).new((2, 3))
   for call in (lambda: m.sum(-1), lambda: m.transpose(0, 0), lambda: m ** 0.5, lambda: m.cat(m, dim=0), lambda: m @ m,
                lambda: m + m.transpose(), lambda: m.eye(2, dtype=dtypes.half)):
     with pytest.raises((NotImplementedError, ValueError)): call()
