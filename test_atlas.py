@@ -398,11 +398,9 @@ def test_window_1_chunk_1_linear_is_the_textbook_delta_rule():
   cfg = from_case("linear-identity-l2-gd-1-1")
   W, x = problem(cfg, H=1)
   M, ys = W["W"][0], []
-  q, k, v, alpha, _, eta, gamma = [x[n][0, 0] for n in INPUTS]
-  for t in range(10):
-    beta = eta[t] * gamma[t, 0]
-    M = alpha[t] * M - beta * np.outer(M @ k[t] - v[t], k[t])
-    ys.append(M @ q[t])
+  for q, k, v, alpha, _, eta, gamma in zip(*[x[n][0, 0] for n in INPUTS]):
+    M = alpha * M - eta * gamma[0] * np.outer(M @ k - v, k)
+    ys.append(M @ q)
   assert relative(read(cfg, W, x)[0, 0], np.stack(ys)) < 1e-5
 
 @cases("features,similarity", [("identity", np.positive), ("exp", np.exp)])
