@@ -19,6 +19,7 @@ from rule import FEATURES, LOSSES
 from rule import STEPS as DIRECTIONS
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes
 from tinygrad.codegen.late.linearizer import CFGContext
+from tinygrad.helpers import NUM_CPU_THREADS
 from tinygrad.nn.state import get_state_dict
 from tinygrad.uop.ops import Ops
 
@@ -551,6 +552,19 @@ def test_an_operation_that_a_kernel_does_not_have_is_refused():
   with pytest.raises(AttributeError): m.flatten()
   assert m.sum(-1, keepdim=True).shape == (2, 1)
   assert m.sum((-1, -2), keepdim=True).shape == (1, 1)
+
+@pytest.mark.skipif(Device.DEFAULT != "CPU" or NUM_CPU_THREADS.value < 2, reason="needs two cores of a CPU")
+def test_parts_of_a_kernel_give_the_same_side_by_side_as_one_after_another(monkeypatch):
+  """A kernel's third call is the first that may run its parts side by side."""
+  W, x = map(tensors, problem(from_case("mlp-poly-l2-muon-3-4"), T=9))
+  def results(hand_over):
+    monkeypatch.setattr(kernels, "HAND_OVER", hand_over)
+    for _ in range(3):
+      y, _ = kernels.memory(from_case("mlp-poly-l2-muon-3-4", backend="fused"), W, **x)
+      gradients = y.square().sum().gradient(*W.values(), *x.values())
+      Tensor.realize(y, *gradients)
+    return [z.numpy() for z in (y, *gradients)]
+  assert all(map(np.array_equal, results(0.0), results(math.inf)))
 
 def recorded(monkeypatch):
   """The graph and the program of every kernel that kernels.py compiles from now on; those it has are forgotten."""
