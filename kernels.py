@@ -601,7 +601,7 @@ def matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, cores:int, devic
   bands = divisor(R, cores // groups)
   parts, rows = groups * bands, R // bands
   def build(scratch):
-    size = dict(out=G * R * C, x=G * R * K, y=G * K * C, values=max(parts * scratch, 1))
+    size = dict(out=G * R * C, x=G * R * K, y=G * K * C, values=max(parts * to_multiple(scratch, 16), 1))
     out, x, y, values = [UOp.placeholder((n,), dtypes.float, slot=slot) for slot, n in enumerate(size.values())]
     kernel = Kernel(values, None, scratch < 0, vectors(device))
     with kernel.loop(parts, AxisType.GLOBAL) as part:
@@ -845,7 +845,8 @@ class Recurrence:
     self.outs = ["d" + n for n in self.ins if n != "places"]
     size |= {"d" + n: x for n, x in size.items()}
     size |= dict(dfirst=s.heads * state_size, dscales=s.heads * s.D, dtoward=s.heads * M_size)
-    size |= dict(values=max(1, parts * scratch[0]), grads=max(1, parts * scratch[1]))
+    # A part's scratch memory begins at a multiple of 64 bytes, which the vector loads of a kernel rely on.
+    size |= {n: max(1, parts * to_multiple(x, 16)) for n, x in zip(("values", "grads"), scratch)}
     if backward:
       self.args = [*self.outs, "values", "grads", "states", "dy", *(["dstates"] if dstates else []), *self.ins[1:]]
     else: self.args = ["y", "states", "values", *self.ins]
