@@ -1077,7 +1077,7 @@ def matrices(cfg:Rule, weights:Weights) -> Weights:
 
 def initial_state(cfg:Rule, weights:Weights, B:int, key_dim:int, like:Tensor|None=None) -> dict[str, Tensor]:
   """The state before the first token: M_0, S_0 = 0, position 0.  A flat dict of Tensors: "position" (); "M.*", "S.*"
-  (with momentum) and "base.*" (B,H,out,in); "k" and "v" (B,H,window-1,.), the keys and values that a window
+  (with momentum), "base.*" and "low.*" (B,H,out,in); "k" and "v" (B,H,window-1,.), the keys and values that a window
   still reaches.  features=exp: "keys" (B,H,L,key_dim), the anchors' keys and then the tokens', and "*.u" (B,H,L,out),
   their coefficients in place of the first layer.  Without anchors one entry belongs to no token: no tensor is empty.
   like (B,...): where it is cut along B over several devices, so is the state."""
@@ -1090,7 +1090,7 @@ def initial_state(cfg:Rule, weights:Weights, B:int, key_dim:int, like:Tensor|Non
   def zeros(*shape):
     return Tensor.zeros(*shape, dtype=dtypes.float, device=device).contiguous()
   zero = {n: m.zeros_like() for n, m in M.items()}
-  state = named("base", M) | named("M", M) | (named("S", zero) if cfg.momentum else {})
+  state = named("base", M) | named("M", M) | named("low", zero) | (named("S", zero) if cfg.momentum else {})
   if expansion:
     keys = weights["anchor_k"]
     state["keys"] = keys if keys.shape[1] else zeros(H, 1, key_dim)
@@ -1146,10 +1146,9 @@ def checked_weights(cfg:Rule, weights:Weights, name:str, H:int, d:int, dv:int) -
 
 def checked_state(cfg:Rule, state:dict[str, Tensor], M:Weights, B:int, d:int, dv:int) -> dict[str, Tensor]:
   """The state, float32 but for its position.  ValueError where it belongs to another rule or another batch."""
-  shapes:dict[str, tuple] = {}
-  for part in ("base", "M", "S") if cfg.momentum else ("base", "M"):
-    for n, w in M.items():
-      shapes[f"{part}.{n}"] = (B, w.shape[0], None if n == "u" else w.shape[1], w.shape[2])
+  of_part = {n: (B, w.shape[0], None if n == "u" else w.shape[1], w.shape[2]) for n, w in M.items()}
+  shapes = named("base", of_part) | named("M", of_part) | named("low", of_part)
+  if cfg.momentum: shapes |= named("S", of_part)
   if cfg.window > 1:
     shapes["k"] = (B, None, cfg.window - 1, d)
     shapes["v"] = (B, None, cfg.window - 1, dv)
@@ -1166,8 +1165,8 @@ def difference(part:Weights, R:Weights, sign:int) -> Weights:
 
 def new_state(after:Memory, R:Weights) -> dict[str, Tensor]:
   """The state's matrices after a call.  low.*: what float32 rounds away where M = R + difference is stored.  Without it
-  a difference that fades by less than the rounding of M, call by call, would never fade."""
-  M, base, low = after.M, after.base, {}
+  a difference that fades by less than the rounding of M, call by call, would never fade.  Without R it is zero."""
+  M, base, low = after.M, after.base, {n: w.zeros_like() for n, w in after.M.items()}
   if R:
     # M is stored, because the scheduler would simplify (R + difference) - R
     M = {n: w.contiguous() for n, w in difference(M, R, 1).items()}
@@ -1248,7 +1247,7 @@ def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor
   if R:
     M, base = difference(M, R, -1), difference(base, R, -1)
     if state is not None:
-      M = {n: w + state[f"low.{n}"] if f"low.{n}" in state else w for n, w in M.items()}
+      M = {n: w + state[f"low.{n}"] for n, w in M.items()}
     if at_start: base = M
   before = Memory(R, base, M, S, state is None)
 

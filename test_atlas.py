@@ -783,6 +783,16 @@ def test_a_stream_may_be_cut_anywhere(name):
   assert all(after == shapes[0] for after in shapes)
   assert int(state["position"].item()) == 2 * T
 
+@cases("name", ["deltanet", "titans"])
+def test_a_step_captured_on_the_first_state_serves_beyond_the_horizon(name):
+  m, stream = Model(small(name, horizon=8)), []
+  _, state = m.anywhere(m.tokens[:, :1])
+  for _ in range(2): m.step(m.tokens[:, 1:2], state)         # the second call captures it
+  for t in range(1, 20):
+    logits, state = m.step(m.tokens[:, t:t + 1], state)
+    stream.append(logits)
+  assert relative(np.concatenate(stream, 1), m.eager[:, 1:20]) < 1e-5
+
 @presets("titans", "transformer++", rest=slow)
 def test_a_sample_is_what_reading_the_context_anew_for_every_token_gives(name, capsys):
   """Two chunks and a token are read before. `speaker` generates bytes for many rows, `sample` also numbers, for one."""
