@@ -632,8 +632,9 @@ def test_parts_of_a_kernel_run_in_threads_with_scratch_of_their_own(cores, monke
   """This fails if a later tinygrad calls its CPU programs in another way."""
   seen = []
   class Program:
-    runtimevars, lvp, seconds, name = {"core_id": 2}, False, [1.0, 1.0], "memory"
+    runtimevars, lvp = {"core_id": 2}, False
     signature = ("values", 0, dtypes.float, (12,)), (None, 1, dtypes.float, (5,)), ("core_id", 2, dtypes.int, ())
+    def __init__(self): self.seconds = [1.0, 1.0]
     def fxn(self, *numbers): seen.append((threading.get_ident(), *[n.value for n in numbers]))
   class Buffer:
     va_addr = 1000
@@ -650,7 +651,8 @@ def test_ctrl_c_waits_for_the_parts_that_run(cores):
   """Their buffers would be freed under them."""
   done = []
   class Program:
-    runtimevars, lvp, seconds, signature = {"core_id": 0}, False, [1.0, 1.0], (("core_id", 0, dtypes.int, ()),)
+    runtimevars, lvp, signature = {"core_id": 0}, False, (("core_id", 0, dtypes.int, ()),)
+    def __init__(self): self.seconds = [1.0, 1.0]
     def fxn(self, part):
       if part.value == 0: raise KeyboardInterrupt
       time.sleep(0.2)
