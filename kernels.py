@@ -661,6 +661,7 @@ class KernelShapes(NamedTuple):
   heads:int                                 # B*H
   first_heads:int                           # heads of the first state: H where the batch shares it, or B*H
   R_heads:int                               # heads of the memory that forgetting leads to: H, or 0 where that is zero
+  parts:int                                 # cores or work-groups that share the heads, see parts_of
   chunks:int                                # N
   chunk:int                                 # b
   halo:bool                                 # k and v begin with the window - 1 tokens before the first
@@ -825,10 +826,8 @@ class Recurrence:
   and S that every chunk starts with (rows 1 to N), and the last ones (row N+1).  Backward it goes from the last chunk
   to the first and computes each anew from the state it started with.  dstates: the states have a gradient of their own.
 
-  parts: work-groups or cores that share the heads.  scratch: numbers of scratch memory of a part, for values and
-  gradients; (0, 0) only counts how many are needed."""
-  def __init__(self, cfg:Rule, s:KernelShapes, parts:int, vectors:Vectors, backward:bool, dstates:bool,
-               scratch:tuple[int, int]):
+  scratch: numbers of scratch memory of a part, for values and gradients; (0, 0) only counts how many are needed."""
+  def __init__(self, cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool, scratch:tuple[int, int]):
     self.cfg, self.s, self.is_backward, self.dstates = cfg, s, backward, dstates
     self.lay, self.E = Layout(cfg, s.weights), to_multiple(s.chunk + cfg.window - 1, 8)        # multiples tile well
     self.linear, self.monomials = STEPS[cfg.optimizer].linear, FEATURES[cfg.features].coefficients
@@ -846,16 +845,19 @@ class Recurrence:
     size |= {"d" + n: x for n, x in size.items()}
     size |= dict(dfirst=s.heads * state_size, dscales=s.heads * s.D, dtoward=s.heads * M_size)
     # A part's scratch memory begins at a multiple of 64 bytes, which the vector loads of a kernel rely on.
-    size |= {n: max(1, parts * to_multiple(x, 16)) for n, x in zip(("values", "grads"), scratch)}
+    stride = [to_multiple(x, 16) for x in scratch]
+    size |= {n: max(1, s.parts * x) for n, x in zip(SCRATCH, stride)}
     if backward:
       self.args = [*self.outs, "values", "grads", "states", "dy", *(["dstates"] if dstates else []), *self.ins[1:]]
     else: self.args = ["y", "states", "values", *self.ins]
     self.size, self.buffers = size, {}
     for slot, n in enumerate(self.args):
       self.buffers[n] = UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot)
-    self.kernel = Kernel(self.buffers["values"], self.buffers.get("grads"), scratch == (0, 0), vectors)
-    with self.kernel.loop(parts, AxisType.GLOBAL) as part:
-      with self.kernel.loop(s.heads // parts) as turn: self.one_head(part * (s.heads // parts) + turn)
+    self.kernel = Kernel(self.buffers["values"], self.buffers.get("grads"), scratch == (0, 0), vectors(device))
+    with self.kernel.loop(s.parts, AxisType.GLOBAL) as part:
+      if not on_cpu(device):                               # on a CPU every part has its own pointers, see parallel_call
+        self.kernel.origin, self.kernel.grads_origin = part * stride[0], part * stride[1]
+      with self.kernel.loop(s.heads // s.parts) as turn: self.one_head(part * (s.heads // s.parts) + turn)
 
   def code(self):
     name = "memory_backward" if self.is_backward else "memory"
@@ -996,9 +998,9 @@ class Recurrence:
     return out
 
 @functools.cache
-def memory_kernel(cfg:Rule, s:KernelShapes, parts:int, device:str, backward:bool, dstates:bool) -> Compiled:
+def memory_kernel(cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool) -> Compiled:
   """Built twice: the first time to see how much scratch memory it needs."""
-  shape = cfg, s, parts, vectors(device), backward, dstates
+  shape = cfg, s, device, backward, dstates
   counted = Recurrence(*shape, (0, 0)).kernel
   built = Recurrence(*shape, (counted.used, counted.used_grads))
   return compiled(built.args, built.size, cast(UOp, built.code()), device)
@@ -1011,7 +1013,7 @@ def memory_gradients(cfg:Rule, s:KernelShapes, forward:Compiled, sources:dict[st
   dstates = [Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == 2]
   sources["dy"] = dy[0] if dy else Tensor.zeros(forward.size["y"], dtype=dtypes.float, device=device).contiguous()
   if dstates: sources["dstates"] = dstates[0]
-  return run_kernel(memory_kernel(cfg, s, parts_of(s.heads, device), device, True, bool(dstates)), sources, device)
+  return run_kernel(memory_kernel(cfg, s, device, True, bool(dstates)), sources, device)
 
 def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, gates:Gates, chunks:Chunks
           ) -> tuple[Tensor, Memory]:
@@ -1021,8 +1023,8 @@ def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, 
   row = FEATURES[cfg.features]
   wide = to_multiple(D, 16) if row.coefficients else D
   weights = tuple((n, sizes(w)[-2], wide if n in ("W", "W2", "W3") else sizes(w)[-1]) for n, w in memory.M.items())
-  s = KernelShapes(B * H, H if memory.shared else B * H, H if memory.R else 0, T // chunks.size, chunks.size,
-                   sizes(k)[2] != T, d, sizes(v)[3], D, chunks.every, weights)
+  s = KernelShapes(B * H, H if memory.shared else B * H, H if memory.R else 0, parts_of(B * H, device),
+                   T // chunks.size, chunks.size, sizes(k)[2] != T, d, sizes(v)[3], D, chunks.every, weights)
   lay = Layout(cfg, weights)
   parts = [memory.base, memory.M, *([memory.S] if cfg.momentum else [])]
   first = lay.pack([{n: w.reshape(s.first_heads, *w.shape[-2:]) for n, w in part.items()} for part in parts])
@@ -1033,7 +1035,7 @@ def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, 
     inputs["scales"] = monomial_scales(d, cfg.degree, cast(Tensor, a))
     inputs["places"] = monomial_table(d, cfg.degree, device)[0]
   inputs = {n: t.reshape(-1).contiguous() for n, t in inputs.items()}
-  forward = memory_kernel(cfg, s, parts_of(s.heads, device), device, False, False)
+  forward = memory_kernel(cfg, s, device, False, False)
   def backward(*grads, call=None):
     """tinygrad calls it with (gradient, call) where one output is used, and with (*gradients, call=call) where two
     are."""

@@ -1141,6 +1141,30 @@ def kernels_of_a_step(monkeypatch):
   graphs += [graph for graph, _ in from_kernels]
   return list({graph.key: graph for graph in graphs}.values())
 
+FUSED_ON_OPENCL = """import sys; sys.path.insert(0, sys.argv[1])
+import numpy, test_atlas
+numpy.savez(sys.argv[2], *test_atlas.memory_of_many_heads())"""
+def memory_of_many_heads():
+  """Output and gradients of the memory in one kernel, for 16 heads that work side by side, ten times."""
+  cfg = from_case("mlp-identity-l2-momentum-2-3", backend="fused", heads=8)
+  W, x = problem(cfg, B=2, H=8, T=90)
+  inputs = [z.realize() for z in (tensors(W) | tensors(x)).values()]
+  results = []
+  for _ in range(10):
+    y = kernels.memory(cfg, dict(zip(W, inputs)), *inputs[len(W):])[0]
+    results += [z.numpy() for z in (y, *y.square().sum().gradient(*inputs))]
+  return results
+
+@devices
+def test_work_groups_of_one_kernel_do_not_share_scratch_memory(tmp_path):
+  command = [sys.executable, "-c", FUSED_ON_OPENCL, str(Path(__file__).parent), str(tmp_path / "cl.npz")]
+  done = subprocess.run(command, env=os.environ | {"DEV": "CL"}, capture_output=True, text=True)
+  if "no usable devices" in done.stderr or "library opencl" in done.stderr: pytest.skip("no OpenCL here")
+  assert done.returncode == 0, done.stderr[-2000:]
+  on_opencl = list(np.load(tmp_path / "cl.npz").values())
+  for z, expected in zip(on_opencl, memory_of_many_heads(), strict=True):
+    assert record("one kernel on OpenCL against CPU", relative(z, expected)) < 1e-6
+
 @devices
 def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch):
   from tinygrad.device import Compiler
