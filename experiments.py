@@ -545,8 +545,7 @@ def further_rates(trial:Trial, runs:dict[tuple[float, int], dict]) -> list[float
 @contextlib.contextmanager
 def workers(jobs:int) -> Iterator[Callable]:
   """A function like `map`.  On a CPU it takes a process for each core that this process may use."""
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-  count = min(jobs, cores) if kernels.on_cpu(Device.DEFAULT) else 1
+  count = min(jobs, kernels.ALL_CORES) if kernels.on_cpu(Device.DEFAULT) else 1
   if count == 1: yield map
   else:
     os.environ.update(NUM_CPU_THREADS="1", PARALLEL="0")   # of the processes: this one has read its own already

@@ -563,14 +563,16 @@ class LoopOrder:
         assert loops.pop() is u.src[1]
         before[-2:] = [u]
 
+NO_BARRIERS = PatternMatcher([])
+TO_SOURCE = PatternMatcher(codegen.pm_to_program.patterns[:-1])            # tinygrad's last pattern calls the compiler
+
 @disable_gc()
 def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compiled:
   """A kernel as source code; tinygrad compiles the code with the other kernels of a step, in its worker processes.  The
   thousands of operations are not kept, since every pass over the graph would visit them.  Three passes cost the
   square of a kernel's length and are not needed: the search for barriers around LOCAL memory, the search for the order
   of loops, and the comparison of operations that differ only in their waits."""
-  replaced = {"pm_implicit_barriers": PatternMatcher([]), "CFGContext": LoopOrder,
-              "pm_to_program": PatternMatcher(codegen.pm_to_program.patterns[:-1])}          # all but do_compile
+  replaced = {"pm_implicit_barriers": NO_BARRIERS, "CFGContext": LoopOrder, "pm_to_program": TO_SOURCE}
   original, renderer = {name: getattr(codegen, name) for name in replaced}, Device[device].renderer
   for name, x in replaced.items(): setattr(codegen, name, x)
   try:

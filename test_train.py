@@ -1007,6 +1007,14 @@ def test_the_step_cache_changes_nothing_and_one_that_cannot_be_used_is_no_error(
     assert not hits() and unchanged()
 
 @runs
+def test_a_step_that_cannot_be_pickled_is_no_error(folder, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+  params = atlas.init(small("deltanet"))
+  optimizer = train.optimizer_for(get_state_dict(params), 0.1)
+  train.cache_step("key", train.Step(lambda: None, params, optimizer))
+  assert train.cached_step("key", {}, optimizer) is None and not os.listdir(train.cache_folder())
+
+@runs
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(weights, monkeypatch):
   def full(*_): raise OSError(28, "No space left on device")
   monkeypatch.setattr(os, "fsync", full)

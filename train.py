@@ -95,6 +95,7 @@ def check_run(run:Run, own:dict) -> None:
     number, least, default = type(x) in (int, float), LEAST.get(name, 0), getattr(Run, name)
     refuse(number and not least <= x < math.inf, f"{name}={x} must be {least} or more: its default is {default}")
     refuse(type(x) is int and x > MOST, f"{name}={x} is too large: take {MOST} or less")
+  refuse(run.cores > MOST_CORES, f"cores={run.cores} is too large: take {MOST_CORES} or less")
   refuse(run.mode in READERS and run.init_from, f"init_from={run.init_from} is for training: name a folder with out=")
   several, both = run.mode == "bench" and run.devices > 1, {"task", "data"} <= own.keys()
   refuse(several, f"devices={run.devices} is for training, and mode=bench times one: leave it out")
@@ -150,7 +151,6 @@ def open_cache() -> None:
 
 def use_cores(run:Run) -> None:
   """Sets how many cores the kernels of a CPU use, in this process and in those that it starts."""
-  refuse(run.cores > MOST_CORES, f"cores={run.cores} is too large: take {MOST_CORES} or less")
   NUM_CPU_THREADS.value = run.cores or kernels.ALL_CORES
   os.environ["NUM_CPU_THREADS"] = str(NUM_CPU_THREADS.value)
 
