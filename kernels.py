@@ -7,7 +7,7 @@ loop nests of them and their adjoints; dense products (`matmul`); the recurrence
 which takes one of the forms.
 """
 from __future__ import annotations
-import contextlib, ctypes, functools, itertools, math, operator, os, sqlite3, subprocess, sys, time
+import contextlib, copy, ctypes, functools, itertools, math, operator, os, sqlite3, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -107,14 +107,15 @@ def vectors(device:str) -> Vectors:
   return Vectors(4, 32 if b".4s" in assembly else 16)      # NEON; SSE
 
 @functools.cache
-def tile_shape(R:int, C:int, vectors:Vectors) -> tuple[int, int]:
+def tile_shape(R:int, C:int, vectors:Vectors, threads:int=1) -> tuple[int, int]:
   """Rows and columns of a product (R,C) whose sums stay in registers.  For each term the inner loop loads a number of
-  every row and the vectors of the columns: the tile with the most multiplications a load is best."""
+  every row and the vectors of the columns: the tile with the most multiplications a load is best, if every thread gets
+  a tile."""
   def loads(columns): return -(-columns // vectors.lanes)
   columns = [n for n in range(1, min(C, 4 * vectors.lanes) + 1) if C % n == 0]
   columns = [n for n in columns if n % vectors.lanes == 0] or columns
   rows, most = [n for n in (1, 2, 3, 4, 6) if R % n == 0], vectors.registers * 3 // 4
-  shapes = [(r, c) for r in rows for c in columns if r * loads(c) <= most]
+  shapes = [(r, c) for r in rows for c in columns if r * loads(c) <= most and r * c * threads <= max(R * C, threads)]
   return max(shapes, key=lambda shape: (shape[0] * shape[1] / (shape[0] + loads(shape[1])), shape[1]))
 
 # *** matrices inside a kernel ***
@@ -257,6 +258,18 @@ class Stored(Matrix):
     """R rows from row i, and C columns from column j (None: all)."""
     return self.view((R, self.shape[1] if C is None else C), i * self.rows + j * self.cols, self.rows, self.cols)
   def stored(self): return self
+  def overlaps(self, other):
+    """Whether some number may belong to both."""
+    if self.buffer is not other.buffer: return False
+    distance = self.kernel.distance(self.start, other.start)
+    def ends(m): return [sum(pick(0, (n - 1) * step) for n, step in zip(m.shape, (m.rows, m.cols))) for pick in (min, max)]
+    (low, high), (other_low, other_high) = ends(self), ends(other)
+    return distance.vmin + low <= other_high and distance.vmax + high >= other_low
+
+class Group(NamedTuple):
+  """A work-group of a GPU; of a CPU, one thread."""
+  threads:int = 1
+  local:int = 0                             # numbers of LOCAL memory
 
 class Kernel:
   """Loop nests in program order: each waits for the one before.
@@ -269,10 +282,16 @@ class Kernel:
     loop, with a carry   the loop in reverse, from what every turn has kept
 
   A kernel is built twice.  The first time it is `quiet`: it makes no code and only counts the scratch memory it
-  needs."""
-  def __init__(self, values:UOp, grads:UOp|None, quiet:bool, vectors:Vectors):
+  needs.  On a GPU the threads of a work-group share the turns of a nest, with barriers between nests that touch the
+  same memory."""
+  def __init__(self, values:UOp, grads:UOp|None, quiet:bool, vectors:Vectors, group:Group=Group(), local:int=0):
     self.values, self.grads, self.quiet = values, grads, quiet               # scratch for matrices and their gradients
-    self.vectors = vectors
+    self.vectors, self.group, self.threads = vectors, group, group.threads
+    self.local = UOp.placeholder((max(local, 1),), dtypes.float, 9999, addrspace=AddrSpace.LOCAL)   # scratch of a work-group
+    self.used_local, self.most_local = 0, 0
+    self.thread, self.gate = UOp.const(0), cast(UOp|None, None)              # which one; whether it has a turn
+    self.touched:list[tuple[Stored, bool]] = []                              # since the last barrier; whether written
+    self.nests = 0
     self.origin:Any = 0                                                      # where the scratch of this turn begins
     self.grads_origin:Any = 0
     self.used, self.used_grads = 0, 0                                        # numbers of scratch that are taken
@@ -290,15 +309,42 @@ class Kernel:
     if size == 1 or self.quiet:
       yield UOp.const(0)
       return
-    r = UOp.range(size, next(self.ids), kind)
-    self.turns *= size
+    r, turns, nests = UOp.range(size, next(self.ids), kind), self.turns, self.nests
+    if kind is not AxisType.LOCAL: self.turns *= size
     self.wait = (*self.wait, r)
     yield r
-    self.wait = (self.wait[0].end(r),)
-    self.turns //= size
+    if self.nests > nests: self.barrier()                  # the nests of the next turn come after those of this one
+    self.wait, self.turns = (self.wait[0].end(r),), turns
+  @contextlib.contextmanager
+  def shared(self, size):
+    """A loop that the threads share: thread t takes the turns t, t + threads, ..."""
+    if self.threads == 1:
+      with self.loop(size) as i: yield i
+      return
+    with self.loop(-(-size // self.threads)) as m:
+      i = m * self.threads + self.thread
+      if size % self.threads: self.gate = i < size
+      yield i
+      self.gate = None
+  def barrier(self):
+    self.wait, self.touched = (UOp(Ops.BARRIER, src=self.wait),), []
+  def order(self, reads, writes):
+    """Before a nest: a barrier, if it reads what another thread may have written, or writes what one may have used."""
+    if self.threads == 1 or self.quiet: return
+    nest = [(m, False) for m in reads] + [(m, True) for m in writes if m.buffer is not None]
+    if any((written or m_written) and m.overlaps(n) for m, m_written in nest for n, written in self.touched): self.barrier()
+    self.touched += nest
+    self.nests += 1
+  def distance(self, start, other_start):
+    return self.memo((start, other_start), lambda: (UOp.const(0) + start - other_start).simplify())
   @contextlib.contextmanager
   def cells(self, shape, tall):
     """All (i, j) of a shape; the inner loop runs along memory: along the columns of a tall matrix."""
+    if self.threads > 1:
+      with self.shared(shape[0] * shape[1]) as n:
+        outer, inner = n // shape[not tall], n % shape[not tall]
+        yield (inner, outer) if tall else (outer, inner)
+      return
     with self.loop(shape[tall]) as outer:
       with self.loop(shape[not tall]) as inner: yield (inner, outer) if tall else (outer, inner)
   def code(self, name, numbers):
@@ -308,38 +354,54 @@ class Kernel:
     return self.wait[0].sink(arg=KernelInfo(name, opts_to_apply=(), estimates=estimates), tag=1)
   def load(self, m, i, j, wait=None):
     assert m.buffer is not None
-    return m.buffer.after(*(self.wait if wait is None else wait))[m.at(i, j)]
+    return m.buffer.after(*(self.wait if wait is None else wait))[self.place(m, i, j)]
   def store(self, m, i, j, value):
     if self.quiet or m.buffer is None: return
     if isinstance(value, float): value = constant(value)
-    self.wait = (m.buffer.after(*self.wait)[m.at(i, j)].store(value),)
+    self.wait = (m.buffer.after(*self.wait)[self.place(m, i, j)].store(value),)
+  def place(self, m, i, j):
+    """Where the gate is shut nothing is stored, and 0 is loaded."""
+    at = m.at(i, j)
+    return at if self.gate is None or m.buffer.addrspace is AddrSpace.REG else (UOp.const(0) + at).valid(self.gate)
   def new(self, shape, like=()):
     """Scratch memory for a matrix, in the order of the one it is made of; with a gradient while there is a tape."""
     if like and like[0].shape == shape and like[0].tall:
       return self.new(shape[::-1]).transpose()
     size, grad = shape[0] * shape[1], None
+    if self.tape is None and not self.keeping and self.used_local + size <= self.group.local:
+      self.used_local += size
+      self.most_local = max(self.most_local, self.used_local)
+      return Stored(self, self.local, shape, self.used_local - size, shape[1])
     if self.tape is not None:
       grad = Stored(self, self.grads, shape, self.grads_origin + self.used_grads, shape[1])
       self.used_grads += size
     self.used += size
     return Stored(self, self.values, shape, self.origin + (self.used - size), shape[1], 1, grad)
+  def without_grad(self, shape):
+    tape, self.tape = self.tape, None
+    m = self.new(shape)
+    self.tape = tape
+    return m
 
   # nests
   def fill(self, buffer, start, size):
     if self.quiet: return
-    with self.loop(size) as j:
-      self.store(Stored(self, buffer, (1, size), start, size), 0, j, 0.0)
+    line = Stored(self, buffer, (1, size), start, size)
+    self.order([], [line])
+    with self.shared(size) as j: self.store(line, 0, j, 0.0)
   def elements(self, leaves, i, j, wait):
     return [self.load(m, i, j, wait) for m in leaves]
   def each(self, out, f, leaves):
     """out[i,j] = f(i, j, elements)."""
     if self.quiet: return
+    self.order(leaves, [out])
     before = self.wait
     with self.cells(out.shape, out.tall) as (i, j):
       self.store(out, i, j, f(i, j, *self.elements(leaves, i, j, before)))
   def add(self, outs, fs, leaves, shape):
     """Every out[i,j] += its f(i, j, elements), over shape; an out of one row or column takes the sum."""
     if self.quiet: return
+    self.order(leaves, outs)
     before = self.wait
     with self.cells(shape, leaves[0].tall) as (i, j):
       values = self.elements(leaves, i, j, before)
@@ -348,6 +410,7 @@ class Kernel:
   def gather(self, out, f, leaves, shape):
     """out[i] += sum_j f(i, j, elements), for every row, or one sum for all when out has one element.  The inner loop
     adds to several lanes side by side, which do not wait for each other."""
+    if self.threads > 1: return self.gather_shared(out, f, leaves, shape)
     if self.quiet: return
     tall = leaves[0].tall and shape[0] > 1
     if out.shape[1] > 1 or out.shape[0] > 1 and tall:
@@ -372,14 +435,38 @@ class Kernel:
           self.store(lanes, 0, lane, self.load(lanes, 0, lane) + f(i, j, *self.elements(leaves, i, j, before)))
       if not one_sum: finish(i)
     if one_sum: finish(0)
+  def gather_shared(self, out, f, leaves, shape):
+    """gather by all threads: several of them add the terms of each sum, and then one adds their results."""
+    if out.shape[1] > 1:
+      return self.gather_shared(out.swapped(), lambda i, j, *x: f(j, i, *x), [m.swapped() for m in leaves], shape[::-1])
+    (R, C), one_sum, total = shape, out.shape[0] == 1, self.register(1, 0)
+    sums, terms = (1, R * C) if one_sum else (R, C)
+    many = divisor(terms, max(1, self.threads // sums))
+    parts = self.without_grad((sums, many)) if many > 1 else out
+    if self.quiet: return
+    self.order([*leaves, out], [parts])
+    before = self.wait
+    with self.shared(sums * many) as n:
+      s, part = (n % sums, n // sums) if leaves[0].tall else (n // many, n % many)
+      self.store(total, 0, 0, 0.0 if many > 1 else self.load(out, s, 0))
+      with self.loop(terms // many) as m:
+        term = m * many + part
+        i, j = (term // C, term % C) if one_sum else (s, term)
+        self.store(total, 0, 0, self.load(total, 0, 0) + f(i, j, *self.elements(leaves, i, j, before)))
+      self.store(parts, s, part, self.load(total, 0, 0))
+    if many == 1: return
+    self.order([parts], [out])
+    with self.shared(sums) as s:
+      self.store(total, 0, 0, self.load(out, s, 0))
+      with self.loop(many) as part:
+        self.store(total, 0, 0, self.load(total, 0, 0) + self.load(parts, s, part))
+      self.store(out, s, 0, self.load(total, 0, 0))
   def register(self, n, slot):
     return Stored(self, UOp.placeholder((n,), dtypes.float, slot, addrspace=AddrSpace.REG), (1, n), 0, n)
   def copied(self, m):
     """A copy of m whose rows lie along memory.  No gradient belongs to it."""
     def make():
-      tape, self.tape = self.tape, None
-      copy = self.new(m.shape)
-      self.tape = tape
+      copy = self.without_grad(m.shape)
       self.each(copy, m.f, m.leaves)
       return copy
     return self.memo(("copied", m), make)
@@ -394,7 +481,7 @@ class Kernel:
       if not add: self.each(out, lambda i, j: 0.0, ())
       return self.gather(out.transpose(), lambda i, j, a, b: a * b * scale, (y.transpose(), x), (C, K))
     if y.cols != 1 and C > 1: y = self.copied(y)
-    (height, width), depth = tile_shape(R, C, self.vectors), K
+    (height, width), depth = tile_shape(R, C, self.vectors, self.threads), K
     if large and K > 256: depth = max(n for n in range(1, 257) if K % n == 0)
     panel = self.new((depth, width)) if large and R > 16 else None
     if self.quiet: return
@@ -405,27 +492,36 @@ class Kernel:
       if start: return start.f(i, j, *self.elements(start.leaves, i, j, before))
       if add: return self.load(out, i, j)
       return block.eq(0).where(0.0, self.load(out, i, j)) if depth < K else 0.0
+    def of_tile(block, r, column, part, before):
+      """One tile, whose columns are those that column(lane) numbers."""
+      # rows apart: rows side by side become vectors, which compile slowly
+      rows = [r * height + n if large else n * (R // height) + r for n in range(height)]
+      with self.loop(width) as lane:
+        for i, t in zip(rows, tile):
+          self.store(t, 0, lane, first(block, i, column(lane), before) if scale == 1.0 else 0.0)
+      with self.loop(depth) as n:
+        with self.loop(width) as lane:
+          for i, t in zip(rows, tile):
+            term = self.load(x, i, block * depth + n, before) * self.load(part, n, lane, before)
+            self.store(t, 0, lane, self.load(t, 0, lane) + term)
+      with self.loop(width) as lane:
+        j = column(lane)
+        for i, t in zip(rows, tile):
+          total = self.load(t, 0, lane)
+          self.store(out, i, j, total if scale == 1.0 else total * scale + first(block, i, j, before))
+    if self.threads > 1:                                   # columns apart: threads side by side take columns side by side
+      self.order([x, y, *(start.leaves if start else ())], [out])
+      before, apart = self.wait, C // width
+      with self.shared(R // height * apart) as n:
+        part = y.view((K, width), n % apart * y.cols, y.rows, y.cols * apart)
+        of_tile(0, n // apart, lambda lane: lane * apart + n % apart, part, before)
+      return
     with self.loop(K // depth) as block:
       with self.loop(C // width) as column:
         part = y.block(block * depth, depth, column * width, width)
         if panel: self.each(panel, part.f, (part,))
         part, before = panel or part, self.wait
-        with self.loop(R // height) as r:        # rows apart: rows side by side become vectors, which compile slowly
-          rows = [r * height + n if large else n * (R // height) + r for n in range(height)]
-          with self.loop(width) as lane:
-            j = column * width + lane
-            for i, t in zip(rows, tile):
-              self.store(t, 0, lane, first(block, i, j, before) if scale == 1.0 else 0.0)
-          with self.loop(depth) as n:
-            with self.loop(width) as lane:
-              for i, t in zip(rows, tile):
-                term = self.load(x, i, block * depth + n, before) * self.load(part, n, lane, before)
-                self.store(t, 0, lane, self.load(t, 0, lane) + term)
-          with self.loop(width) as lane:
-            j = column * width + lane
-            for i, t in zip(rows, tile):
-              total = self.load(t, 0, lane)
-              self.store(out, i, j, total if scale == 1.0 else total * scale + first(block, i, j, before))
+        with self.loop(R // height) as r: of_tile(block, r, lambda lane: column * width + lane, part, before)
 
   # statements
   def record(self, adjoint):
@@ -472,7 +568,7 @@ class Kernel:
     """The sum over rows (axis 0), columns (axis 1) or both, whose length becomes 1."""
     if isinstance(e, Product): e = e.stored()
     out = self.new((1 if 0 in axes else e.shape[0], 1 if 1 in axes else e.shape[1]))
-    self.fill(self.values, out.start, out.shape[0] * out.shape[1])
+    self.fill(out.buffer, out.start, out.shape[0] * out.shape[1])
     self.gather(out, e.f, e.leaves, e.shape)
     self.record(lambda: self.spread(e, out.grad))
     return out
@@ -504,14 +600,15 @@ class Kernel:
     kept = recorded and len(carry) > 0
     def turn(t, stride, quiet):
       """One turn, with its scratch at base + t * stride.  Returns how much scratch it needs."""
-      frame = self.origin, self.used, self.quiet
-      self.origin, self.used, self.quiet = base + t * stride, 0, quiet or self.quiet
+      frame = self.origin, self.used, self.quiet, self.keeping
+      self.origin, self.used, self.quiet, self.keeping = base + t * stride, 0, quiet or self.quiet, kept or self.keeping
       body(t, at(t), at(t + 1))
-      (self.origin, self.used, self.quiet), needed = frame, self.used
+      (self.origin, self.used, self.quiet, self.keeping), needed = frame, self.used
       return needed
     def forward(t, stride, quiet):
       self.memos.append({})
-      needed = turn(t, stride, quiet)
+      local, needed = self.used_local, turn(t, stride, quiet)
+      self.used_local = local
       self.memos.pop()
       return needed
     self.tape, self.keeping = [] if recorded else None, recorded
@@ -539,9 +636,12 @@ def on_cpu(device) -> bool:
   """Whether it is one CPU device; a tuple of devices is none."""
   return isinstance(device, str) and device.startswith("CPU")
 
-def parts_of(heads:int, device:str) -> int:
-  """Parts of a kernel over heads: all of them on a GPU; on a CPU as many equal parts as there are cores, or fewer."""
-  return divisor(heads, NUM_CPU_THREADS.value) if on_cpu(device) else heads
+THREADS = 256                               # of a work-group, at most
+
+def group_of(device:str) -> Group:
+  if on_cpu(device): return Group()
+  renderer = Device[device].renderer
+  return Group(min(THREADS, renderer.local_max[0]), min(renderer.shared_max, 32_768) // 4)
 
 class Compiled(NamedTuple):
   args:list[str]          # names of the arguments that the program takes, in order
@@ -563,6 +663,17 @@ class LoopOrder:
         assert loops.pop() is u.src[1]
         before[-2:] = [u]
 
+# tinygrad's barriers order LOCAL memory.  The scratch memory of a work-group lies in GLOBAL memory as well.
+BARRIERS = {"barrier(CLK_LOCAL_MEM_FENCE);": "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);",
+            "threadgroup_barrier(mem_flags::mem_threadgroup);":
+            "threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);",
+            "workgroupBarrier();": "storageBarrier(); workgroupBarrier();"}
+
+def renderer_of(device:str) -> Any:
+  renderer:Any = copy.copy(Device[device].renderer)
+  renderer.barrier = BARRIERS.get(renderer.barrier, renderer.barrier)
+  return renderer
+
 NO_BARRIERS = PatternMatcher([])
 TO_SOURCE = PatternMatcher(codegen.pm_to_program.patterns[:-1])            # tinygrad's last pattern calls the compiler
 
@@ -573,7 +684,7 @@ def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compi
   square of a kernel's length and are not needed: the search for barriers around LOCAL memory, the search for the order
   of loops, and the comparison of operations that differ only in their waits."""
   replaced = {"pm_implicit_barriers": NO_BARRIERS, "CFGContext": LoopOrder, "pm_to_program": TO_SOURCE}
-  original, renderer = {name: getattr(codegen, name) for name in replaced}, Device[device].renderer
+  original, renderer = {name: getattr(codegen, name) for name in replaced}, renderer_of(device)
   for name, x in replaced.items(): setattr(codegen, name, x)
   try:
     with Context(TUPLE_ORDER=0): program = do_to_program(sink, renderer)
@@ -726,10 +837,22 @@ class ChunkStates(NamedTuple):
   new_M:dict[str, Stored]
   new_S:dict[str, Stored]
 
+def next_states(kernel:Kernel, cfg:Rule, factors:dict, states:ChunkStates, kept_M:Any, of_M:tuple, of_S:tuple) -> None:
+  """The states after a chunk of linear steps.  of_M: the weights of the gradients (1,E) and of S (1,1) in the next M;
+  of_S: those in the next S."""
+  for name, (u, x) in factors.items():
+    def weighted(weights):
+      return (weights.transpose() * u).stored().transpose() @ x
+    state = kept_M * states.M[name]
+    if cfg.momentum:
+      state = state + of_M[1] * states.S[name]
+      kernel.assign(states.new_S[name], weighted(of_S[0]) + of_S[1] * states.S[name])
+    kernel.assign(states.new_M[name], weighted(of_M[0]) + state)
+
 def linear_chunk(kernel:Kernel, cfg:Rule, inputs:ChunkInputs, states:ChunkStates) -> None:
   """A chunk of linear steps, in the dual form: the weights C_t and P_t of M_t and S_t over the chunk's gradients
   (column E: over S), one row a token; then the outputs and the next state as products (Eq. 15-16)."""
-  b, (R, M, S, new_M, new_S) = inputs.alpha.shape[0], states
+  b, (R, M, S, *_) = inputs.alpha.shape[0], states
   E, W = next(iter(inputs.factors.values()))[0].shape[0], inputs.band.shape[1]
   carry = [kernel.filled((1, W), 0.0), kernel.filled((1, 1), 1.0)]
   if cfg.momentum:
@@ -753,14 +876,8 @@ def linear_chunk(kernel:Kernel, cfg:Rule, inputs:ChunkInputs, states:ChunkStates
       state = state + C.block(0, b, E, 1) * (z @ S[name].transpose())
     return (C.block(0, b, 0, E) * (z @ x.transpose())) @ u + state
   kernel.assign(inputs.y, apply(cfg, read, inputs.r, inputs.q))
-  for name, (u, x) in inputs.factors.items():
-    def weighted(weights):
-      return (weights.block(0, 1, 0, E).transpose() * u).stored().transpose() @ x
-    state = last[1] * M[name]
-    if cfg.momentum:
-      state = state + last[0].block(0, 1, E, 1) * S[name]
-      kernel.assign(new_S[name], weighted(last[2]) + last[2].block(0, 1, E, 1) * S[name])
-    kernel.assign(new_M[name], weighted(last[0]) + state)
+  C, P = last[0], last[-1]
+  next_states(kernel, cfg, inputs.factors, states, last[1], *[(m.block(0, 1, 0, E), m.block(0, 1, E, 1)) for m in (C, P)])
 
 def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, states:ChunkStates) -> None:
   """A chunk of steps that are not linear in S, such as Newton-Schulz: S and M are written out at every step.
@@ -828,41 +945,52 @@ class Recurrence:
   and S that every chunk starts with (rows 1 to N), and the last ones (row N+1).  Backward it goes from the last chunk
   to the first and computes each anew from the state it started with.  dstates: the states have a gradient of their own.
 
-  scratch: numbers of scratch memory of a part, for values and gradients; (0, 0) only counts how many are needed."""
-  def __init__(self, cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool, scratch:tuple[int, int]):
+  scratch: numbers of scratch memory of a part, for values and gradients, and of LOCAL memory; without it the kernel only
+  counts how many are needed."""
+  name, y = "memory", ["y"]
+  def __init__(self, cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool, scratch:tuple[int, ...]=()):
     self.cfg, self.s, self.is_backward, self.dstates = cfg, s, backward, dstates
-    self.lay, self.E = Layout(cfg, s.weights), to_multiple(s.chunk + cfg.window - 1, 8)        # multiples tile well
     self.linear, self.monomials = STEPS[cfg.optimizer].linear, FEATURES[cfg.features].coefficients
-    T = s.chunks * s.chunk
-    T_keys = T + cfg.window - 1 if s.halo else T
+    self.lay = Layout(cfg, s.weights)
+    self.row_size, per_head = self.lay.size, self.streams()
     M_size, state_size = self.lay.M_size, self.lay.M_size + self.lay.size
-    per_head = dict(y=T * s.dv, states=(s.chunks + 2) * self.lay.size, q=T * s.d, k=T_keys * s.d, v=T_keys * s.dv,
-                    alpha=T, theta=T, eta=T, gamma=T * cfg.window)
-    size = {n: x * s.heads for n, x in per_head.items()}
+    size = {n: x * s.heads for n, x in per_head.items()} | dict(states=s.heads * (s.chunks + 2) * self.row_size)
     size |= dict(first=s.first_heads * state_size, toward=s.R_heads * M_size, scales=s.D, places=cfg.degree * s.D)
-    ins = ["first", "toward", "q", "k", "v", "alpha", "theta", "eta", "gamma", "scales", "places"]
-    used = {"toward": s.R_heads > 0, "theta": cfg.momentum, "scales": self.monomials, "places": self.monomials}
+    ins = ["first", "toward", *[n for n in per_head if n not in self.y], "scales", "places"]
+    poly = self.monomials and len(self.y) > 0
+    used = {"toward": s.R_heads > 0, "theta": cfg.momentum, "scales": poly, "places": poly}
     self.ins = [n for n in ins if used.get(n, True)]
     self.outs = ["d" + n for n in self.ins if n != "places"]
     size |= {"d" + n: x for n, x in size.items()}
     size |= dict(dfirst=s.heads * state_size, dscales=s.heads * s.D, dtoward=s.heads * M_size)
     # A part's scratch memory begins at a multiple of 64 bytes, which the vector loads of a kernel rely on.
-    stride = [to_multiple(x, 16) for x in scratch]
-    size |= {n: max(1, s.parts * x) for n, x in zip(SCRATCH, stride)}
+    stride = [to_multiple(x, 16) for x in scratch[:2]]
+    size |= dict.fromkeys(SCRATCH, 1) | {n: max(1, s.parts * x) for n, x in zip(SCRATCH, stride)}
     if backward:
-      self.args = [*self.outs, "values", "grads", "states", "dy", *(["dstates"] if dstates else []), *self.ins[1:]]
-    else: self.args = ["y", "states", "values", *self.ins]
+      dy = ["d" + n for n in self.y] + (["dstates"] if dstates else [])
+      self.args = [*self.outs, "values", "grads", "states", *dy, *self.ins[1:]]
+    else: self.args = [*self.y, "states", "values", *self.ins]
     self.size, self.buffers = size, {}
     for slot, n in enumerate(self.args):
       self.buffers[n] = UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot)
-    self.kernel = Kernel(self.buffers["values"], self.buffers.get("grads"), scratch == (0, 0), vectors(device))
-    with self.kernel.loop(s.parts, AxisType.GLOBAL) as part:
-      if not on_cpu(device):                               # on a CPU every part has its own pointers, see parallel_call
-        self.kernel.origin, self.kernel.grads_origin = part * stride[0], part * stride[1]
-      with self.kernel.loop(s.heads // s.parts) as turn: self.one_head(part * (s.heads // s.parts) + turn)
+    group = group_of(device)
+    kernel = self.kernel = Kernel(self.buffers["values"], self.buffers.get("grads"), not scratch, vectors(device), group,
+                                  *scratch[2:])
+    with kernel.loop(s.parts, AxisType.GLOBAL) as part, kernel.loop(group.threads, AxisType.LOCAL) as kernel.thread:
+      if scratch and not on_cpu(device):                   # on a CPU every part has its own pointers, see parallel_call
+        kernel.origin, kernel.grads_origin = part * stride[0], part * stride[1]
+      with kernel.loop(s.heads // s.parts) as turn: self.one_head(part * (s.heads // s.parts) + turn)
+
+  def streams(self) -> dict[str, int]:
+    """Inputs and outputs that every token has, and how many numbers a head has of them."""
+    s, T = self.s, self.s.chunks * self.s.chunk
+    T_keys = T + self.cfg.window - 1 if s.halo else T
+    self.E = to_multiple(s.chunk + self.cfg.window - 1, 8)                   # multiples tile well
+    return dict(y=T * s.dv, q=T * s.d, k=T_keys * s.d, v=T_keys * s.dv, alpha=T, theta=T, eta=T,
+                gamma=T * self.cfg.window)
 
   def code(self):
-    name = "memory_backward" if self.is_backward else "memory"
+    name = self.name + "_backward" if self.is_backward else self.name
     return self.kernel.code(name, sum(self.size[n] for n in self.args))
 
   def one_head(self, g):
@@ -873,7 +1001,7 @@ class Recurrence:
     if s.R_heads:
       R = lay.views(kernel, buffers["toward"], g % s.R_heads * M_size, buffers.get("dtoward"), g * M_size)
     first = (g % s.first_heads if s.first_heads != s.heads else g) * (M_size + lay.size)
-    def row(n): return (g * (N + 2) + n) * lay.size                          # where a row of `states` starts
+    def row(n): return (g * (N + 2) + n) * self.row_size                     # where a row of `states` starts
     def line(name, start, n):
       return Stored(kernel, buffers[name], (1, n), start, n)
     def copy(out, x): kernel.each(out, x.f, (x,))
@@ -1000,11 +1128,11 @@ class Recurrence:
     return out
 
 @functools.cache
-def memory_kernel(cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool) -> Compiled:
+def memory_kernel(form:type[Recurrence], cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool) -> Compiled:
   """Built twice: the first time to see how much scratch memory it needs."""
   shape = cfg, s, device, backward, dstates
-  counted = Recurrence(*shape, (0, 0)).kernel
-  built = Recurrence(*shape, (counted.used, counted.used_grads))
+  counted = form(*shape).kernel
+  built = form(*shape, (counted.used, counted.used_grads, counted.most_local))
   return compiled(built.args, built.size, cast(UOp, built.code()), device)
 
 def memory_gradients(cfg:Rule, s:KernelShapes, forward:Compiled, sources:dict[str, Tensor], grads:tuple
@@ -1015,7 +1143,7 @@ def memory_gradients(cfg:Rule, s:KernelShapes, forward:Compiled, sources:dict[st
   dstates = [Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == 2]
   sources["dy"] = dy[0] if dy else Tensor.zeros(forward.size["y"], dtype=dtypes.float, device=device).contiguous()
   if dstates: sources["dstates"] = dstates[0]
-  return run_kernel(memory_kernel(cfg, s, device, True, bool(dstates)), sources, device)
+  return run_kernel(memory_kernel(Recurrence, cfg, s, device, True, bool(dstates)), sources, device)
 
 def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, gates:Gates, chunks:Chunks
           ) -> tuple[Tensor, Memory]:
@@ -1025,7 +1153,7 @@ def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, 
   row = FEATURES[cfg.features]
   wide = to_multiple(D, 16) if row.coefficients else D
   weights = tuple((n, sizes(w)[-2], wide if n in ("W", "W2", "W3") else sizes(w)[-1]) for n, w in memory.M.items())
-  s = KernelShapes(B * H, H if memory.shared else B * H, H if memory.R else 0, parts_of(B * H, device),
+  s = KernelShapes(B * H, H if memory.shared else B * H, H if memory.R else 0, divisor(B * H, NUM_CPU_THREADS.value),
                    T // chunks.size, chunks.size, sizes(k)[2] != T, d, sizes(v)[3], D, chunks.every, weights)
   lay = Layout(cfg, weights)
   parts = [memory.base, memory.M, *([memory.S] if cfg.momentum else [])]
@@ -1037,7 +1165,7 @@ def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, 
     inputs["scales"] = monomial_scales(d, cfg.degree, cast(Tensor, a))
     inputs["places"] = monomial_table(d, cfg.degree, device)[0]
   inputs = {n: t.reshape(-1).contiguous() for n, t in inputs.items()}
-  forward = memory_kernel(cfg, s, device, False, False)
+  forward = memory_kernel(Recurrence, cfg, s, device, False, False)
   def backward(*grads, call=None):
     """tinygrad calls it with (gradient, call) where one output is used, and with (*gradients, call=call) where two
     are."""
@@ -1059,6 +1187,73 @@ def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, 
   S = lay.unpack(rows[:, -1, lay.M_size:], shapes) if cfg.momentum else {}
   base = lay.unpack(rows[:, 0 if s.chunks == 1 else -2], shapes)
   return out["y"].reshape(B, H, T, v.shape[3]), Memory(memory.R, base, M, S, False)
+
+# *** the sequential pass in one kernel, on a GPU ***
+
+class StatePass(Recurrence):
+  """rule.over_chunks for linear steps: a work-group runs the chunks of a head.  Behind the states that a chunk starts
+  with, a row of `states` has what rule.outputs needs: u of every matrix, and the hidden layer.  s.chunk is E here."""
+  name, y = "states", []
+  def streams(self):
+    s, E = self.s, self.s.chunk
+    self.row_size += sum(E * width for width in self.kept_widths())
+    sources = int(self.cfg.momentum) + E
+    return dict(x=s.chunks * E * s.D, k=s.chunks * E * s.d, v=s.chunks * E * s.dv, kept_M=s.chunks,
+                rows=s.chunks * (1 + self.cfg.momentum) * sources)
+  def kept_widths(self):
+    return [width for n, o, i in self.s.weights for width in ((o, i) if n == "W1" else (o,))]
+  def padded_inputs(self): return {}
+  def chunk(self, g, n, padded, base, states):
+    kernel, cfg, s, E = self.kernel, self.cfg, self.s, self.s.chunk
+    skip = int(cfg.momentum)
+    def stored(name, rows, width, start):
+      grad = Stored(kernel, self.buffers["d" + name], (rows, width), start, width) if self.is_backward else None
+      return Stored(kernel, self.buffers.get(name), (rows, width), start, width, 1, grad)
+    def stream(name, rows, width):
+      return stored(name, rows, width, (g * s.chunks + n) * (rows * width))
+    x, k, v, kept_M = [stream(*z) for z in (("x", E, s.D), ("k", E, s.d), ("v", E, s.dv), ("kept_M", 1, 1))]
+    weights = stream("rows", 1 + skip, skip + E)
+    if states.R:
+      base = {name: (w + states.R[name]).stored() for name, w in base.items()}
+    factors = gradients(cfg, base, x, k, v)
+    start = (g * (s.chunks + 2) + n + 1) * self.row_size + self.lay.size
+    for name, _, _ in s.weights:
+      for m in factors[name] if name == "W1" else factors[name][:1]:
+        kernel.assign(stored("states", E, m.shape[1], start), m)
+        start = start + E * m.shape[1]
+    rows = [weights.block(row, 1) for row in (0, skip)]
+    next_states(kernel, cfg, factors, states, kept_M, *[(row.block(0, 1, skip, E), row.block(0, 1, 0, 1)) for row in rows])
+
+def states_by_kernel(body:Callable, cfg:Rule, memory:Memory, streams:dict[str, Tensor], fixed:dict[str, Tensor],
+                     results:dict) -> tuple[Memory, Memory, dict[str, Tensor]]:
+  """rule.over_chunks for linear steps, in one kernel and one for its backward pass."""
+  (B, H, N, E, D), device = sizes(streams["x"]), cast(str, streams["x"].device)
+  heads, weights = B * H, tuple((n, *sizes(w)[-2:]) for n, w in memory.M.items())
+  s = KernelShapes(heads, heads, heads if memory.R else 0, heads, N, E, False, sizes(streams["k"])[-1],
+                   sizes(streams["v"])[-1], D, 1, weights)
+  lay = Layout(cfg, weights)
+  def packed(parts): return lay.pack([{n: w.reshape(heads, *w.shape[-2:]) for n, w in part.items()} for part in parts])
+  inputs = dict(first=packed([memory.base, memory.M, *([memory.S] if cfg.momentum else [])]))
+  if memory.R: inputs["toward"] = packed([memory.R])
+  inputs = {n: z.reshape(-1).contiguous() for n, z in (inputs | streams).items()}
+  forward = memory_kernel(StatePass, cfg, s, device, False, True)
+  def backward(g, call):
+    sources = {n: Tensor(z) for n, z in zip(forward.args, call.src[1:])}
+    given = {n: sources[n] for n in inputs if n != "first"} | dict(states=Tensor(sources["states"].uop.after(call)))
+    out = run_kernel(memory_kernel(StatePass, cfg, s, device, True, True), given | dict(dstates=Tensor(g).contiguous()), device)
+    return tuple(out["d" + n].uop if n in inputs else None for n in forward.args)
+  rows = run_kernel(forward, inputs, device, backward)["states"].reshape(B, H, N + 2, -1)
+  def state(z, start):
+    lead = sizes(z)[:-1]
+    parts = lay.unpack(z[..., start:start + lay.M_size].reshape(-1, lay.M_size), {n: (*lead, o, i) for n, o, i in weights})
+    return {n: w.contiguous_backward() for n, w in parts.items()}
+  def states(z): return state(z, 0), state(z, lay.M_size) if cfg.momentum else {}
+  kept, at = {}, lay.size
+  for n, shape in results.items():
+    kept[n] = rows[:, :, 1:N + 1, at:at + math.prod(shape)].reshape(B, H, N, *shape).contiguous_backward()
+    at += math.prod(shape)
+  new_base = state(rows[:, :, N], 0) if N > 1 else memory.base
+  return Memory(memory.R, new_base, *states(rows[:, :, N + 1]), False), Memory(memory.R, {}, *states(rows[:, :, 1:N + 1]), False), kept
 
 # *** all of it ***
 
@@ -1290,7 +1485,9 @@ def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor
     base, M, S = [with_entries(part, capacity) for part in (after.base, after.M, after.S)]
     after = Memory(R, base, M, S, False)
   else:
-    form = fused if takes_fused(cfg, q) else by_ops
+    form:Callable = by_ops
+    if takes_fused(cfg, q):
+      form = fused if on_cpu(q.device) else functools.partial(by_ops, over=states_by_kernel)
     y, after = form(cfg, weights.get("a"), before, padded(q), keys, values, gates, chunks)
   new |= new_state(after, R) | {"position": position + T}
   if c > 1:

@@ -395,8 +395,8 @@ def with_halo(z:Tensor, T:int, E:int, b:int) -> Tensor:
 
 def cut(z:Tensor, b:int) -> Tensor: return z.reshape(*z.shape[:2], sizes(z)[2] // b, b, *z.shape[3:])
 
-def by_ops(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, gates:Gates, chunks:Chunks
-           ) -> tuple[Tensor, Memory]:
+def by_ops(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, gates:Gates, chunks:Chunks,
+           over:Callable=over_chunks) -> tuple[Tensor, Memory]:
   """The recurrence over whole chunks in stock operations.  All but the sequential pass is large products over all
   chunks. q (B,H,T,d); k, v (B,H,T,.), or (B,H,window-1+T,.) with the tokens before the first; a: coefficients of
   features=poly. Returns y (B,H,T,value_dim) and the memory after the last token."""
@@ -417,7 +417,7 @@ def by_ops(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor,
     if STEPS[cfg.optimizer].linear: results[f"u.{name}"] = (E, w.shape[2])
     else: results[f"U.{name}"] = (streams["rows"].shape[3], *w.shape[2:])
     if STEPS[cfg.optimizer].linear and name == "W1": results["h"] = (E, w.shape[3])
-  after, starts, kept = over_chunks(chunk_step, cfg, memory, streams, named("R", memory.R), results)
+  after, starts, kept = over(chunk_step, cfg, memory, streams, named("R", memory.R), results)
   queries = cut(q, b).contiguous()
   y = outputs(cfg, starts, kept, x, phi(cfg, queries, a).contiguous(), queries, weights)
   return y.flatten(2, 3), after
