@@ -22,9 +22,9 @@ from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, PatternMatcher
-from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, by_expansion, by_ops, feature_size,
-                  for_batch, gradients, monomial_scales, monomial_table, named, part_of, phi, sizes, to_multiple,
-                  with_entries)
+from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, by_expansion, by_ops, chunk_step,
+                  feature_size, for_batch, gradients, monomial_scales, monomial_table, named, over_chunks, pack, part_of,
+                  phi, sizes, to_multiple, unpack, with_entries)
 from rule import newton_schulz  # noqa: F401  # part of the interface, with phi, apply and feature_size
 
 # tinygrad's CPU device calls clang.  The `cpu` extra puts one beside this Python that is newer than most systems' own.
@@ -92,9 +92,10 @@ class Vectors(NamedTuple):
 
 @functools.cache
 def vectors(device:str) -> Vectors:
-  """The registers that the compiler of a device uses: seen in what it makes of a loop.  AVX2 for what is no CPU."""
+  """The registers that the compiler of a device uses: seen in what it makes of a loop.  A thread of a GPU has no
+  vectors."""
   compiler:Any = Device[device].renderer.compiler
-  if not hasattr(compiler, "args"): return Vectors(8, 16)
+  if not hasattr(compiler, "args"): return Vectors(1, 32)
   options = [f"--target={compiler.arch}-none-unknown-elf", *compiler.args, "-O2", "-x", "c", "-", "-S", "-o", "-"]
   source = b"""
     void loop(float *x) { for (int i = 0; i < 4096; i++) x[i] *= 2; }
@@ -262,7 +263,9 @@ class Stored(Matrix):
     """Whether some number may belong to both."""
     if self.buffer is not other.buffer: return False
     distance = self.kernel.distance(self.start, other.start)
-    def ends(m): return [sum(pick(0, (n - 1) * step) for n, step in zip(m.shape, (m.rows, m.cols))) for pick in (min, max)]
+    def ends(m):
+      steps = [(n - 1) * step for n, step in zip(m.shape, (m.rows, m.cols))]
+      return sum(min(0, step) for step in steps), sum(max(0, step) for step in steps)
     (low, high), (other_low, other_high) = ends(self), ends(other)
     return distance.vmin + low <= other_high and distance.vmax + high >= other_low
 
@@ -332,7 +335,8 @@ class Kernel:
     """Before a nest: a barrier, if it reads what another thread may have written, or writes what one may have used."""
     if self.threads == 1 or self.quiet: return
     nest = [(m, False) for m in reads] + [(m, True) for m in writes if m.buffer is not None]
-    if any((written or m_written) and m.overlaps(n) for m, m_written in nest for n, written in self.touched): self.barrier()
+    def clash(m, m_written): return any((written or m_written) and m.overlaps(n) for n, written in self.touched)
+    if any(itertools.starmap(clash, nest)): self.barrier()
     self.touched += nest
     self.nests += 1
   def distance(self, start, other_start):
@@ -438,7 +442,8 @@ class Kernel:
   def gather_shared(self, out, f, leaves, shape):
     """gather by all threads: several of them add the terms of each sum, and then one adds their results."""
     if out.shape[1] > 1:
-      return self.gather_shared(out.swapped(), lambda i, j, *x: f(j, i, *x), [m.swapped() for m in leaves], shape[::-1])
+      leaves = [m.swapped() for m in leaves]
+      return self.gather_shared(out.swapped(), lambda i, j, *x: f(j, i, *x), leaves, shape[::-1])
     (R, C), one_sum, total = shape, out.shape[0] == 1, self.register(1, 0)
     sums, terms = (1, R * C) if one_sum else (R, C)
     many = divisor(terms, max(1, self.threads // sums))
@@ -638,10 +643,14 @@ def on_cpu(device) -> bool:
 
 THREADS = 256                               # of a work-group, at most
 
+def has_groups(device:str) -> bool:
+  return on_cpu(device) or Device[device].renderer.has_local
+
 def group_of(device:str) -> Group:
   if on_cpu(device): return Group()
-  renderer = Device[device].renderer
-  return Group(min(THREADS, renderer.local_max[0]), min(renderer.shared_max, 32_768) // 4)
+  renderer:Any = Device[device].renderer
+  shared = 16_384 if device.startswith("WEBGPU") else min(renderer.shared_max, 49_152)      # bytes
+  return Group(min(THREADS, renderer.local_max[0]), shared // 4)
 
 class Compiled(NamedTuple):
   args:list[str]          # names of the arguments that the program takes, in order
@@ -690,12 +699,17 @@ def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compi
     with Context(TUPLE_ORDER=0): program = do_to_program(sink, renderer)
   finally:
     for name, x in original.items(): setattr(codegen, name, x)
-  assert program.arg.globals == tuple(range(len(program.arg.globals))), "only the last arguments may be without use"
-  params = [u for u in program.src[1].src if u.op is Ops.PARAM]
-  for n, u in enumerate(params[:len(program.arg.globals)]):
-    if args[n] in SCRATCH: params[n] = u.replace(arg=replace(u.arg, name=args[n]))
+  # only the arguments that it uses are passed
+  place = {slot: n for n, slot in enumerate(program.arg.globals)}
+  places = {n: tuple(place[slot] for slot in getattr(program.arg, n)) for n in ("globals", "outs", "ins")}
+  params = []
+  for u in program.src[1].src:
+    if u.op is Ops.PARAM: params.append(u.replace(arg=replace(u.arg, slot=place.get(u.arg.slot, u.arg.slot))))
+  used = [args[slot] for slot in place]
+  for n, name in enumerate(used):
+    if name in SCRATCH: params[n] = params[n].replace(arg=replace(params[n].arg, name=name))
   light = (UOp(Ops.SINK, arg=program.src[0].arg), program.src[1].replace(src=tuple(params)), *program.src[2:])
-  return Compiled(args[:len(program.arg.globals)], size, program.replace(src=light))
+  return Compiled(used, size, program.replace(arg=replace(program.arg, **places), src=light))
 
 def run_kernel(kernel:Compiled, inputs:dict[str, Tensor], device:str, grad_fxn:Callable|None=None) -> dict[str, Tensor]:
   """Every argument after the call; those without an input are new."""
@@ -784,6 +798,10 @@ class KernelShapes(NamedTuple):
   every:int                                 # tokens to a Muon step
   weights:tuple[tuple[str, int, int], ...]  # name, rows, columns
 
+def row_shapes(parts:dict[str, Tensor]) -> tuple[tuple[str, int, int], ...]:
+  """The names, rows and columns of matrices, as in KernelShapes."""
+  return tuple((n, *cast(tuple[int, int], sizes(w)[-2:])) for n, w in parts.items())
+
 class Layout:
   """Where the matrices M (o,i) of one head lie in a row of numbers, and behind them those of S.  Each lies along its
   longer side, so that Newton-Schulz and the products with it run along memory."""
@@ -837,7 +855,7 @@ class ChunkStates(NamedTuple):
   new_M:dict[str, Stored]
   new_S:dict[str, Stored]
 
-def next_states(kernel:Kernel, cfg:Rule, factors:dict, states:ChunkStates, kept_M:Any, of_M:tuple, of_S:tuple) -> None:
+def next_states(kernel:Kernel, cfg:Rule, factors:dict, states:ChunkStates, kept_M:Any, of_M:tuple, of_S:tuple):
   """The states after a chunk of linear steps.  of_M: the weights of the gradients (1,E) and of S (1,1) in the next M;
   of_S: those in the next S."""
   for name, (u, x) in factors.items():
@@ -876,8 +894,8 @@ def linear_chunk(kernel:Kernel, cfg:Rule, inputs:ChunkInputs, states:ChunkStates
       state = state + C.block(0, b, E, 1) * (z @ S[name].transpose())
     return (C.block(0, b, 0, E) * (z @ x.transpose())) @ u + state
   kernel.assign(inputs.y, apply(cfg, read, inputs.r, inputs.q))
-  C, P = last[0], last[-1]
-  next_states(kernel, cfg, inputs.factors, states, last[1], *[(m.block(0, 1, 0, E), m.block(0, 1, E, 1)) for m in (C, P)])
+  of_M, of_S = [(m.block(0, 1, 0, E), m.block(0, 1, E, 1)) for m in (last[0], last[-1])]
+  next_states(kernel, cfg, inputs.factors, states, last[1], of_M, of_S)
 
 def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, states:ChunkStates) -> None:
   """A chunk of steps that are not linear in S, such as Newton-Schulz: S and M are written out at every step.
@@ -952,7 +970,8 @@ class Recurrence:
     self.cfg, self.s, self.is_backward, self.dstates = cfg, s, backward, dstates
     self.linear, self.monomials = STEPS[cfg.optimizer].linear, FEATURES[cfg.features].coefficients
     self.lay = Layout(cfg, s.weights)
-    self.row_size, per_head = self.lay.size, self.streams()
+    self.row_size = self.lay.size
+    per_head = self.streams()
     M_size, state_size = self.lay.M_size, self.lay.M_size + self.lay.size
     size = {n: x * s.heads for n, x in per_head.items()} | dict(states=s.heads * (s.chunks + 2) * self.row_size)
     size |= dict(first=s.first_heads * state_size, toward=s.R_heads * M_size, scales=s.D, places=cfg.degree * s.D)
@@ -1011,7 +1030,7 @@ class Recurrence:
       return M, lay.views(kernel, buffers["states"], row(n) + M_size, grads, grad_start + M_size)
     if not self.is_backward:
       copy(line("states", row(0), M_size), line("first", first, M_size))
-      copy(line("states", row(0) + lay.size, lay.size), line("first", first + M_size, lay.size))
+      copy(line("states", row(0) + self.row_size, lay.size), line("first", first + M_size, lay.size))
       with kernel.loop(N) as n:
         kernel.memos.append({})
         base, _ = state(n.eq(0).where(0, n + 1))
@@ -1221,39 +1240,107 @@ class StatePass(Recurrence):
       for m in factors[name] if name == "W1" else factors[name][:1]:
         kernel.assign(stored("states", E, m.shape[1], start), m)
         start = start + E * m.shape[1]
-    rows = [weights.block(row, 1) for row in (0, skip)]
-    next_states(kernel, cfg, factors, states, kept_M, *[(row.block(0, 1, skip, E), row.block(0, 1, 0, 1)) for row in rows])
+    of_M, of_S = [(weights.block(n, 1, skip, E), weights.block(n, 1, 0, 1)) for n in (0, skip)]
+    next_states(kernel, cfg, factors, states, kept_M, of_M, of_S)
 
 def states_by_kernel(body:Callable, cfg:Rule, memory:Memory, streams:dict[str, Tensor], fixed:dict[str, Tensor],
                      results:dict) -> tuple[Memory, Memory, dict[str, Tensor]]:
   """rule.over_chunks for linear steps, in one kernel and one for its backward pass."""
   (B, H, N, E, D), device = sizes(streams["x"]), cast(str, streams["x"].device)
-  heads, weights = B * H, tuple((n, *sizes(w)[-2:]) for n, w in memory.M.items())
+  heads, weights = B * H, row_shapes(memory.M)
   s = KernelShapes(heads, heads, heads if memory.R else 0, heads, N, E, False, sizes(streams["k"])[-1],
                    sizes(streams["v"])[-1], D, 1, weights)
   lay = Layout(cfg, weights)
-  def packed(parts): return lay.pack([{n: w.reshape(heads, *w.shape[-2:]) for n, w in part.items()} for part in parts])
+  def packed(parts):
+    return lay.pack([{n: w.reshape(heads, *w.shape[-2:]) for n, w in part.items()} for part in parts])
   inputs = dict(first=packed([memory.base, memory.M, *([memory.S] if cfg.momentum else [])]))
   if memory.R: inputs["toward"] = packed([memory.R])
   inputs = {n: z.reshape(-1).contiguous() for n, z in (inputs | streams).items()}
   forward = memory_kernel(StatePass, cfg, s, device, False, True)
   def backward(g, call):
     sources = {n: Tensor(z) for n, z in zip(forward.args, call.src[1:])}
-    given = {n: sources[n] for n in inputs if n != "first"} | dict(states=Tensor(sources["states"].uop.after(call)))
-    out = run_kernel(memory_kernel(StatePass, cfg, s, device, True, True), given | dict(dstates=Tensor(g).contiguous()), device)
+    saved = {n: sources.get(n, z) for n, z in inputs.items() if n != "first"}
+    saved |= dict(states=Tensor(sources["states"].uop.after(call)), dstates=Tensor(g).contiguous())
+    out = run_kernel(memory_kernel(StatePass, cfg, s, device, True, True), saved, device)
     return tuple(out["d" + n].uop if n in inputs else None for n in forward.args)
   rows = run_kernel(forward, inputs, device, backward)["states"].reshape(B, H, N + 2, -1)
-  def state(z, start):
-    lead = sizes(z)[:-1]
-    parts = lay.unpack(z[..., start:start + lay.M_size].reshape(-1, lay.M_size), {n: (*lead, o, i) for n, o, i in weights})
-    return {n: w.contiguous_backward() for n, w in parts.items()}
-  def states(z): return state(z, 0), state(z, lay.M_size) if cfg.momentum else {}
-  kept, at = {}, lay.size
+  def states(z):
+    """M and S in rows (...,numbers)."""
+    flat, shapes = z.reshape(-1, s_row), {n: (*sizes(z)[:-1], o, i) for n, o, i in weights}
+    parts = [lay.unpack(flat[:, start:], shapes) for start in range(0, lay.size, lay.M_size)]
+    M, S = [{n: w.contiguous_backward() for n, w in part.items()} for part in (*parts, {})[:2]]
+    return M, S
+  s_row, kept, at = sizes(rows)[-1], {}, lay.size
   for n, shape in results.items():
     kept[n] = rows[:, :, 1:N + 1, at:at + math.prod(shape)].reshape(B, H, N, *shape).contiguous_backward()
     at += math.prod(shape)
-  new_base = state(rows[:, :, N], 0) if N > 1 else memory.base
-  return Memory(memory.R, new_base, *states(rows[:, :, N + 1]), False), Memory(memory.R, {}, *states(rows[:, :, 1:N + 1]), False), kept
+  (M, S), (M_starts, S_starts) = states(rows[:, :, N + 1]), states(rows[:, :, 1:N + 1])
+  base = states(rows[:, :, N])[0] if N > 1 else memory.base
+  return Memory(memory.R, base, M, S, False), Memory(memory.R, {}, M_starts, S_starts, False), kept
+
+# *** steps that are not linear, on a GPU ***
+
+GROUPS = 1024                               # work-groups of a kernel at most; their scratch memory lies side by side
+
+@functools.cache
+def direction_kernel(cfg:Rule, weights:tuple[tuple[str, int, int], ...], rows:int, device:str, backward:bool
+                     ) -> Compiled:
+  """The directions of `rows` rows of matrices, each by a work-group; backward, their gradients."""
+  row, parts = sum(o * i for _, o, i in weights), divisor(rows, GROUPS)
+  args = ["dS", *SCRATCH, "S", "dU"] if backward else ["U", "values", "S"]
+  def build(*scratch):
+    stride = [to_multiple(x, 16) for x in scratch[:2]]
+    size = dict.fromkeys(args, rows * row) | dict.fromkeys(SCRATCH, 1)
+    size |= {n: max(1, parts * x) for n, x in zip(SCRATCH, stride)}
+    buffers = {n: UOp.placeholder((size[n],), dtypes.float, slot=slot) for slot, n in enumerate(args)}
+    group = group_of(device)
+    kernel = Kernel(buffers["values"], buffers.get("grads"), not scratch, vectors(device), group, *scratch[2:])
+    with kernel.loop(parts, AxisType.GLOBAL) as part, kernel.loop(group.threads, AxisType.LOCAL) as kernel.thread:
+      if scratch: kernel.origin, kernel.grads_origin = [part * x for x in stride]
+      with kernel.loop(rows // parts) as turn:
+        start = (part * (rows // parts) + turn) * row
+        for _, o, i in weights:
+          def matrix(n, grad=None): return Stored(kernel, buffers.get(n), (o, i), start, i, 1, grad)
+          def body(dU=None, dS=None):
+            kernel.assign(matrix("U", dU), STEPS[cfg.optimizer].direction(matrix("S", dS), cfg))
+          if backward:
+            kernel.fill(buffers["dS"], start, o * i)
+            kernel.backward(functools.partial(body, matrix("dU"), matrix("dS")))
+          else:
+            kernel.memos.append({})
+            body()
+          start = start + o * i
+    name = "directions_backward" if backward else "directions"
+    return size, kernel.code(name, sum(size[n] for n in args)), (kernel.used, kernel.used_grads, kernel.most_local)
+  size, sink, _ = build(*build()[2])
+  return compiled(args, size, sink, device)
+
+def directions_by_kernel(cfg:Rule, S:dict[str, Tensor]) -> dict[str, Tensor]:
+  """rule.directions in one kernel, and one for its backward pass."""
+  first, weights = next(iter(S.values())), row_shapes(S)
+  lead, device = sizes(first)[:-2], cast(str, first.device)
+  rows = math.prod(lead)
+  def run(kernel, inputs, grad_fxn=None):
+    """Inside a function of tinygrad a new buffer would be one for all calls: zeros are made in every call."""
+    room = {n: Tensor.zeros(kernel.size[n], dtype=dtypes.float, device=device).contiguous() for n in kernel.args}
+    return run_kernel(kernel, room | inputs, device, grad_fxn)
+  forward = direction_kernel(cfg, weights, rows, device, False)
+  def backward(g, call):
+    sources = dict(zip(forward.args, call.src[1:]))
+    inputs = dict(S=Tensor(sources["S"]), dU=Tensor(g).contiguous())
+    with Context(ALLOW_DEVICE_USAGE=1): kernel = direction_kernel(cfg, weights, rows, device, True)
+    out = run(kernel, inputs)
+    return tuple(out["dS"].uop if n == "S" else None for n in forward.args)
+  packed = pack(S, len(lead)).reshape(-1).contiguous()
+  U = run(forward, dict(S=packed), backward)["U"].reshape(*lead, -1)
+  return unpack(U, {n: (o, i) for n, o, i in weights})
+
+def chunk_by_kernel(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:
+  return chunk_step(cfg, z, directions_by_kernel)
+
+def steps_by_kernel(body:Callable, *args:Any) -> tuple[Memory, Memory, dict[str, Tensor]]:
+  """rule.over_chunks with the directions of a chunk's steps in one kernel."""
+  return over_chunks(chunk_by_kernel, *args)
 
 # *** all of it ***
 
@@ -1308,11 +1395,14 @@ def recall(cfg:Rule, weights:Weights, state:dict[str, Tensor], q:Tensor) -> Tens
     return apply(cfg, read, phi(cfg, q, weights.get("a")), q)
   return apply(cfg, read, matmul(q, state["keys"], yt=True).exp(), q)
 
-def takes_fused(cfg:Rule, x:Tensor) -> bool:
-  """auto: on CPUs one kernel is faster than many.  On a GPU its loops would run in one thread a head; nothing is
-  measured."""
-  if not isinstance(x.device, str) or FEATURES[cfg.features].expansion: return False
-  return cfg.backend == "fused" or cfg.backend == "auto" and on_cpu(x.device)
+def takes_fused(cfg:Rule, x:Tensor, heads:int, numbers:int) -> bool:
+  """Whether the memory runs in kernels of its own on the device of x, for heads = B*H and so many numbers in M of one.
+  auto: on a CPU one kernel is faster than many.  On a GPU a work-group, that is one multiprocessor, runs all chunks of
+  a head; it loses where a chunk takes it longer than launching the stock kernels.  That bound is an estimate: no GPU
+  was measured.  For steps that are not linear only their directions are a kernel, which always pays."""
+  if not isinstance(x.device, str) or FEATURES[cfg.features].expansion or cfg.backend == "ops": return False
+  if on_cpu(x.device) or cfg.backend == "fused" or not STEPS[cfg.optimizer].linear: return has_groups(x.device)
+  return has_groups(x.device) and numbers * cfg.chunk <= 2 ** 15 * max(heads, 8)
 
 def checked(name:str, x:Any, shape:tuple) -> Tensor:
   """x as float32.  ValueError unless it is a Tensor of that shape; None stands for an axis of any length."""
@@ -1486,8 +1576,9 @@ def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor
     after = Memory(R, base, M, S, False)
   else:
     form:Callable = by_ops
-    if takes_fused(cfg, q):
-      form = fused if on_cpu(q.device) else functools.partial(by_ops, over=states_by_kernel)
+    if takes_fused(cfg, q, B * H, sum(math.prod(sizes(w)[-2:]) for w in M_0.values())):
+      over = states_by_kernel if STEPS[cfg.optimizer].linear else steps_by_kernel
+      form = fused if on_cpu(q.device) else functools.partial(by_ops, over=over)
     y, after = form(cfg, weights.get("a"), before, padded(q), keys, values, gates, chunks)
   new |= new_state(after, R) | {"position": position + T}
   if c > 1:

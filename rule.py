@@ -286,23 +286,28 @@ def weighted_sums(cfg:Rule, P:Tensor, S:Tensor|None, u:Tensor, x:Tensor) -> Tens
   sums = (weighted.flatten(-3, -2) @ x).reshape(*weighted.shape[:-1], x.shape[-1])             # (B,H,n,o,i)
   return (sums if S is None else sums + number(P[..., 0]) * S.unsqueeze(-3)).contiguous()
 
-def chunk_step(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:
+def directions(cfg:Rule, S:dict[str, Tensor]) -> dict[str, Tensor]:
+  """U of every matrix, from S of every step that is taken (B,H,n,o,i)."""
+  return {name: STEPS[cfg.optimizer].direction(s, cfg).contiguous() for name, s in S.items()}
+
+def chunk_step(cfg:Rule, z:dict[str, Tensor], directions:Callable=directions) -> dict[str, Tensor]:
   """One chunk.  z: the state M.* and S.*, base.* and R.*; x, k, v of the chunk with its halo (B,H,E,.); kept_M (B,H);
   `rows` (B,H,n,[1+]E), coefficients of the sources.  Linear steps have rows for what M gains and, with momentum, for S,
   at the chunk's last token.  Other steps have rows for S at each of the n tokens that take a step, and coefficients C
   (B,H,n) of the steps.  Returns M.* and S.*; u.* (B,H,E,o) and the hidden layer h (B,H,E,i), or U.* (B,H,n,o,i)."""
-  step, new, kept = STEPS[cfg.optimizer], {}, {}
-  for name, (u, x) in gradients(cfg, at_base(z), z["x"], z["k"], z["v"]).items():
-    sums = weighted_sums(cfg, z["rows"], z.get(f"S.{name}"), u, x)
-    if step.linear:
-      kept[f"u.{name}"] = u
+  new, kept, change = {}, {}, {}
+  factors = gradients(cfg, at_base(z), z["x"], z["k"], z["v"])
+  sums = {n: weighted_sums(cfg, z["rows"], z.get(f"S.{n}"), u, x) for n, (u, x) in factors.items()}
+  if STEPS[cfg.optimizer].linear:
+    for name, (u, x) in factors.items():
+      kept[f"u.{name}"], change[name] = u, sums[name][..., 0, :, :]
       if name == "W1": kept["h"] = x
-      change = sums[..., 0, :, :]
-    else:
-      U = kept[f"U.{name}"] = step.direction(sums, cfg).contiguous()
-      change = -(number(z["C"]) * U).sum(-3).contiguous()
-    new[f"M.{name}"] = number(z["kept_M"]) * z[f"M.{name}"] + change
-    if cfg.momentum: new[f"S.{name}"] = sums[..., -1, :, :]
+  else:
+    for name, U in directions(cfg, sums).items():
+      kept[f"U.{name}"], change[name] = U, -(number(z["C"]) * U).sum(-3).contiguous()
+  for name in factors:
+    new[f"M.{name}"] = number(z["kept_M"]) * z[f"M.{name}"] + change[name]
+    if cfg.momentum: new[f"S.{name}"] = sums[name][..., -1, :, :]
   return new | kept
 
 def at_base(z:dict[str, Tensor]) -> Weights:
