@@ -23,8 +23,8 @@ from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, PatternMatcher
 from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, by_expansion, by_ops, chunk_step,
-                  feature_size, for_batch, gradients, monomial_scales, monomial_table, named, over_chunks, pack, part_of,
-                  phi, sizes, to_multiple, unpack, with_entries)
+                  feature_size, for_batch, gradients, monomial_scales, monomial_table, named, over_chunks, pack,
+                  part_of, phi, sizes, to_multiple, unpack, with_entries)
 from rule import newton_schulz  # noqa: F401  # part of the interface, with phi, apply and feature_size
 
 # tinygrad's CPU device calls clang.  The `cpu` extra puts one beside this Python that is newer than most systems' own.
@@ -85,17 +85,29 @@ def parallel_call(program:Any, *buffers:Any, global_size:tuple=(1, 1, 1), vals:t
 
 CPUProgram.__call__ = parallel_call                        # type: ignore[method-assign, assignment]
 
+def on_cpu(device) -> bool:
+  """Whether it is one CPU device; a tuple of devices is none."""
+  return isinstance(device, str) and device.startswith("CPU")
+
 class Vectors(NamedTuple):
-  """The vector registers of a CPU."""
-  lanes:int                                 # numbers in one of them
+  """What runs a kernel: a core of a CPU with its vector registers, or the threads of a work-group of a GPU."""
+  lanes:int                                 # numbers in a register
   registers:int
+  threads:int = 1
+  local:int = 0                             # numbers of LOCAL memory, which the threads share
+
+THREADS = 256                               # of a work-group, at most
 
 @functools.cache
 def vectors(device:str) -> Vectors:
-  """The registers that the compiler of a device uses: seen in what it makes of a loop.  A thread of a GPU has no
-  vectors."""
-  compiler:Any = Device[device].renderer.compiler
-  if not hasattr(compiler, "args"): return Vectors(1, 32)
+  """The registers that the compiler of a CPU uses: seen in what it makes of a loop.  A thread of a GPU has no vectors,
+  and there kernels of this file take at most half of what most multiprocessors have of LOCAL memory."""
+  renderer:Any = Device[device].renderer
+  if not on_cpu(device):
+    shared = 16_384 if device.startswith("WEBGPU") else min(renderer.shared_max, 49_152)         # bytes
+    return Vectors(1, 32, min(THREADS, renderer.local_max[0]), shared // 4)
+  compiler = renderer.compiler
+  if not hasattr(compiler, "args"): return Vectors(8, 16)
   options = [f"--target={compiler.arch}-none-unknown-elf", *compiler.args, "-O2", "-x", "c", "-", "-S", "-o", "-"]
   source = b"""
     void loop(float *x) { for (int i = 0; i < 4096; i++) x[i] *= 2; }
@@ -108,7 +120,7 @@ def vectors(device:str) -> Vectors:
   return Vectors(4, 32 if b".4s" in assembly else 16)      # NEON; SSE
 
 @functools.cache
-def tile_shape(R:int, C:int, vectors:Vectors, threads:int=1) -> tuple[int, int]:
+def tile_shape(R:int, C:int, vectors:Vectors) -> tuple[int, int]:
   """Rows and columns of a product (R,C) whose sums stay in registers.  For each term the inner loop loads a number of
   every row and the vectors of the columns: the tile with the most multiplications a load is best, if every thread gets
   a tile."""
@@ -116,7 +128,7 @@ def tile_shape(R:int, C:int, vectors:Vectors, threads:int=1) -> tuple[int, int]:
   columns = [n for n in range(1, min(C, 4 * vectors.lanes) + 1) if C % n == 0]
   columns = [n for n in columns if n % vectors.lanes == 0] or columns
   rows, most = [n for n in (1, 2, 3, 4, 6) if R % n == 0], vectors.registers * 3 // 4
-  shapes = [(r, c) for r in rows for c in columns if r * loads(c) <= most and r * c * threads <= max(R * C, threads)]
+  shapes = [(r, c) for r in rows for c in columns if r * loads(c) <= most and r * c <= max(R * C // vectors.threads, 1)]
   return max(shapes, key=lambda shape: (shape[0] * shape[1] / (shape[0] + loads(shape[1])), shape[1]))
 
 # *** matrices inside a kernel ***
@@ -269,11 +281,6 @@ class Stored(Matrix):
     (low, high), (other_low, other_high) = ends(self), ends(other)
     return distance.vmin + low <= other_high and distance.vmax + high >= other_low
 
-class Group(NamedTuple):
-  """A work-group of a GPU; of a CPU, one thread."""
-  threads:int = 1
-  local:int = 0                             # numbers of LOCAL memory
-
 class Kernel:
   """Loop nests in program order: each waits for the one before.
 
@@ -287,10 +294,10 @@ class Kernel:
   A kernel is built twice.  The first time it is `quiet`: it makes no code and only counts the scratch memory it
   needs.  On a GPU the threads of a work-group share the turns of a nest, with barriers between nests that touch the
   same memory."""
-  def __init__(self, values:UOp, grads:UOp|None, quiet:bool, vectors:Vectors, group:Group=Group(), local:int=0):
+  def __init__(self, values:UOp, grads:UOp|None, quiet:bool, vectors:Vectors, local:int=0):
     self.values, self.grads, self.quiet = values, grads, quiet               # scratch for matrices and their gradients
-    self.vectors, self.group, self.threads = vectors, group, group.threads
-    self.local = UOp.placeholder((max(local, 1),), dtypes.float, 9999, addrspace=AddrSpace.LOCAL)   # scratch of a work-group
+    self.vectors, self.threads = vectors, vectors.threads
+    self.local = UOp.placeholder((max(local, 1),), dtypes.float, 9999, addrspace=AddrSpace.LOCAL)    # more scratch
     self.used_local, self.most_local = 0, 0
     self.thread, self.gate = UOp.const(0), cast(UOp|None, None)              # which one; whether it has a turn
     self.touched:list[tuple[Stored, bool]] = []                              # since the last barrier; whether written
@@ -318,6 +325,10 @@ class Kernel:
     yield r
     if self.nests > nests: self.barrier()                  # the nests of the next turn come after those of this one
     self.wait, self.turns = (self.wait[0].end(r),), turns
+  @contextlib.contextmanager
+  def parts(self, number):
+    """The parts of a kernel, one for a core or a work-group, whose threads run all that follows."""
+    with self.loop(number, AxisType.GLOBAL) as part, self.loop(self.threads, AxisType.LOCAL) as self.thread: yield part
   @contextlib.contextmanager
   def shared(self, size):
     """A loop that the threads share: thread t takes the turns t, t + threads, ..."""
@@ -372,7 +383,7 @@ class Kernel:
     if like and like[0].shape == shape and like[0].tall:
       return self.new(shape[::-1]).transpose()
     size, grad = shape[0] * shape[1], None
-    if self.tape is None and not self.keeping and self.used_local + size <= self.group.local:
+    if self.tape is None and not self.keeping and self.used_local + size <= self.vectors.local:
       self.used_local += size
       self.most_local = max(self.most_local, self.used_local)
       return Stored(self, self.local, shape, self.used_local - size, shape[1])
@@ -486,7 +497,7 @@ class Kernel:
       if not add: self.each(out, lambda i, j: 0.0, ())
       return self.gather(out.transpose(), lambda i, j, a, b: a * b * scale, (y.transpose(), x), (C, K))
     if y.cols != 1 and C > 1: y = self.copied(y)
-    (height, width), depth = tile_shape(R, C, self.vectors, self.threads), K
+    (height, width), depth = tile_shape(R, C, self.vectors), K
     if large and K > 256: depth = max(n for n in range(1, 257) if K % n == 0)
     panel = self.new((depth, width)) if large and R > 16 else None
     if self.quiet: return
@@ -514,7 +525,7 @@ class Kernel:
         for i, t in zip(rows, tile):
           total = self.load(t, 0, lane)
           self.store(out, i, j, total if scale == 1.0 else total * scale + first(block, i, j, before))
-    if self.threads > 1:                                   # columns apart: threads side by side take columns side by side
+    if self.threads > 1:                                   # threads side by side take columns side by side
       self.order([x, y, *(start.leaves if start else ())], [out])
       before, apart = self.wait, C // width
       with self.shared(R // height * apart) as n:
@@ -637,21 +648,6 @@ class Kernel:
 
 # *** compiled kernels as Tensors ***
 
-def on_cpu(device) -> bool:
-  """Whether it is one CPU device; a tuple of devices is none."""
-  return isinstance(device, str) and device.startswith("CPU")
-
-THREADS = 256                               # of a work-group, at most
-
-def has_groups(device:str) -> bool:
-  return on_cpu(device) or Device[device].renderer.has_local
-
-def group_of(device:str) -> Group:
-  if on_cpu(device): return Group()
-  renderer:Any = Device[device].renderer
-  shared = 16_384 if device.startswith("WEBGPU") else min(renderer.shared_max, 49_152)      # bytes
-  return Group(min(THREADS, renderer.local_max[0]), shared // 4)
-
 class Compiled(NamedTuple):
   args:list[str]          # names of the arguments that the program takes, in order
   size:dict[str, int]     # how many numbers each holds
@@ -731,7 +727,7 @@ def matmul_kernel(G:int, R:int, C:int, K:int, xt:bool, yt:bool, cores:int, devic
     size = dict(out=G * R * C, x=G * R * K, y=G * K * C, values=max(parts * to_multiple(scratch, 16), 1))
     out, x, y, values = [UOp.placeholder((n,), dtypes.float, slot=slot) for slot, n in enumerate(size.values())]
     kernel = Kernel(values, None, scratch < 0, vectors(device))
-    with kernel.loop(parts, AxisType.GLOBAL) as part:
+    with kernel.parts(parts) as part:
       with kernel.loop(G // groups) as turn:
         g, band = part // bands * (G // groups) + turn, part % bands * rows
         def matrix(buffer, i, j, transposed):
@@ -897,7 +893,7 @@ def linear_chunk(kernel:Kernel, cfg:Rule, inputs:ChunkInputs, states:ChunkStates
   of_M, of_S = [(m.block(0, 1, 0, E), m.block(0, 1, E, 1)) for m in (last[0], last[-1])]
   next_states(kernel, cfg, inputs.factors, states, last[1], of_M, of_S)
 
-def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, states:ChunkStates) -> None:
+def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, D:int, inputs:ChunkInputs, states:ChunkStates) -> None:
   """A chunk of steps that are not linear in S, such as Newton-Schulz: S and M are written out at every step.
 
   A group is the `every` tokens up to a step.  Between steps M only fades.  So the tokens of a group before its step,
@@ -936,7 +932,12 @@ def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, inputs:ChunkInputs, state
       w = weights.block(t, 1, g * every, window).transpose()
       s = (w * u.block(g * every, window)).stored().transpose() @ x.block(g * every, window)
       kernel.assign(S[n], s + kept_S.block(t, 1) * lay.parts(now[1])[n] if cfg.momentum else s)
-    for n, *rest in alike:
+    if not STEPS[cfg.optimizer].padded:                    # the step sees its matrices without the columns beside them
+      kernel.each(U_row, lambda i, j: 0.0, ())
+      for n, (_, x) in inputs.factors.items():
+        s, u = [m.block(0, m.shape[0], 0, x.shape[1] if n == "W1" else D) for m in (S[n], U[n])]
+        kernel.assign(u, STEPS[cfg.optimizer].direction(s, cfg))
+    for n, *rest in alike if STEPS[cfg.optimizer].padded else ():
       if not rest: step(S[n], U[n], 0)
       else: kernel.scan(1 + len(rest), functools.partial(step, S[n], U[n]), [kernel.filled((1, 1), 0.0)])
     kernel.assign(then[0], kept_M.block(t, 1) * now[0] - inputs.eta.block(t, 1) * U_row)
@@ -963,8 +964,8 @@ class Recurrence:
   and S that every chunk starts with (rows 1 to N), and the last ones (row N+1).  Backward it goes from the last chunk
   to the first and computes each anew from the state it started with.  dstates: the states have a gradient of their own.
 
-  scratch: numbers of scratch memory of a part, for values and gradients, and of LOCAL memory; without it the kernel only
-  counts how many are needed."""
+  scratch: numbers of scratch memory of a part, for values and gradients, and of LOCAL memory; without it the kernel
+  only counts how many are needed."""
   name, y = "memory", ["y"]
   def __init__(self, cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool, scratch:tuple[int, ...]=()):
     self.cfg, self.s, self.is_backward, self.dstates = cfg, s, backward, dstates
@@ -992,10 +993,9 @@ class Recurrence:
     self.size, self.buffers = size, {}
     for slot, n in enumerate(self.args):
       self.buffers[n] = UOp.placeholder((size[n],), dtypes.int if n == "places" else dtypes.float, slot=slot)
-    group = group_of(device)
-    kernel = self.kernel = Kernel(self.buffers["values"], self.buffers.get("grads"), not scratch, vectors(device), group,
-                                  *scratch[2:])
-    with kernel.loop(s.parts, AxisType.GLOBAL) as part, kernel.loop(group.threads, AxisType.LOCAL) as kernel.thread:
+    scratch_memory = self.buffers["values"], self.buffers.get("grads")
+    kernel = self.kernel = Kernel(*scratch_memory, not scratch, vectors(device), *scratch[2:])
+    with kernel.parts(s.parts) as part:
       if scratch and not on_cpu(device):                   # on a CPU every part has its own pointers, see parallel_call
         kernel.origin, kernel.grads_origin = part * stride[0], part * stride[1]
       with kernel.loop(s.heads // s.parts) as turn: self.one_head(part * (s.heads // s.parts) + turn)
@@ -1118,7 +1118,7 @@ class Recurrence:
       base = {name: (w + states.R[name]).stored() for name, w in base.items()}
     inputs = ChunkInputs(gradients(cfg, base, x, k, v), r, q, stream("y", s.dv), band, alpha, theta, eta)
     if self.linear: linear_chunk(kernel, cfg, inputs, states)
-    else: stepwise_chunk(kernel, cfg, s.every, inputs, states)
+    else: stepwise_chunk(kernel, cfg, s.every, s.D, inputs, states)
 
   def monomials_of(self, g, x, out):
     """The monomials of the rows x = [raw, 1], as rule.monomials (Eq. 17-18)."""
@@ -1283,6 +1283,7 @@ def states_by_kernel(body:Callable, cfg:Rule, memory:Memory, streams:dict[str, T
 GROUPS = 1024                               # work-groups of a kernel at most; their scratch memory lies side by side
 
 @functools.cache
+@Context(ALLOW_DEVICE_USAGE=1)              # which tinygrad forbids while it traces a function
 def direction_kernel(cfg:Rule, weights:tuple[tuple[str, int, int], ...], rows:int, device:str, backward:bool
                      ) -> Compiled:
   """The directions of `rows` rows of matrices, each by a work-group; backward, their gradients."""
@@ -1293,9 +1294,8 @@ def direction_kernel(cfg:Rule, weights:tuple[tuple[str, int, int], ...], rows:in
     size = dict.fromkeys(args, rows * row) | dict.fromkeys(SCRATCH, 1)
     size |= {n: max(1, parts * x) for n, x in zip(SCRATCH, stride)}
     buffers = {n: UOp.placeholder((size[n],), dtypes.float, slot=slot) for slot, n in enumerate(args)}
-    group = group_of(device)
-    kernel = Kernel(buffers["values"], buffers.get("grads"), not scratch, vectors(device), group, *scratch[2:])
-    with kernel.loop(parts, AxisType.GLOBAL) as part, kernel.loop(group.threads, AxisType.LOCAL) as kernel.thread:
+    kernel = Kernel(buffers["values"], buffers.get("grads"), not scratch, vectors(device), *scratch[2:])
+    with kernel.parts(parts) as part:
       if scratch: kernel.origin, kernel.grads_origin = [part * x for x in stride]
       with kernel.loop(rows // parts) as turn:
         start = (part * (rows // parts) + turn) * row
@@ -1328,8 +1328,7 @@ def directions_by_kernel(cfg:Rule, S:dict[str, Tensor]) -> dict[str, Tensor]:
   def backward(g, call):
     sources = dict(zip(forward.args, call.src[1:]))
     inputs = dict(S=Tensor(sources["S"]), dU=Tensor(g).contiguous())
-    with Context(ALLOW_DEVICE_USAGE=1): kernel = direction_kernel(cfg, weights, rows, device, True)
-    out = run(kernel, inputs)
+    out = run(direction_kernel(cfg, weights, rows, device, True), inputs)
     return tuple(out["dS"].uop if n == "S" else None for n in forward.args)
   packed = pack(S, len(lead)).reshape(-1).contiguous()
   U = run(forward, dict(S=packed), backward)["U"].reshape(*lead, -1)
@@ -1401,8 +1400,9 @@ def takes_fused(cfg:Rule, x:Tensor, heads:int, numbers:int) -> bool:
   a head; it loses where a chunk takes it longer than launching the stock kernels.  That bound is an estimate: no GPU
   was measured.  For steps that are not linear only their directions are a kernel, which always pays."""
   if not isinstance(x.device, str) or FEATURES[cfg.features].expansion or cfg.backend == "ops": return False
-  if on_cpu(x.device) or cfg.backend == "fused" or not STEPS[cfg.optimizer].linear: return has_groups(x.device)
-  return has_groups(x.device) and numbers * cfg.chunk <= 2 ** 15 * max(heads, 8)
+  if on_cpu(x.device): return True
+  always = cfg.backend == "fused" or not STEPS[cfg.optimizer].linear
+  return Device[x.device].renderer.has_local and (always or numbers * cfg.chunk <= 2 ** 15 * max(heads, 8))
 
 def checked(name:str, x:Any, shape:tuple) -> Tensor:
   """x as float32.  ValueError unless it is a Tensor of that shape; None stands for an axis of any length."""

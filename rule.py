@@ -211,11 +211,12 @@ class Step(NamedTuple):
   direction: Callable[[Any, Rule], Any]   # S (...,o,i), settings -> U
   linear: bool                            # U is linear in S: no U of a single token is needed (the dual form)
   bound: float|None = None                # the largest eta; None: the loss decides
+  padded: bool = False                    # S with columns of zeros beside it gives U with columns of zeros beside it
 
 STEPS: dict[str, Step] = {
   "gd": Step(lambda S, cfg: S, linear=True),
   # Newton-Schulz steps have singular values near 1 whatever the gradient is, and those of M_0 are as large.
-  "muon": Step(lambda S, cfg: newton_schulz(S, cfg.ns_steps), linear=False, bound=0.1),
+  "muon": Step(lambda S, cfg: newton_schulz(S, cfg.ns_steps), linear=False, bound=0.1, padded=True),
 }
 
 # *** the coefficients of a chunk ***

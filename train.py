@@ -347,6 +347,10 @@ def training_step(params:dict, cfg:Config, optimizer:OptimizerGroup, clip:float,
     return update(loss / targets, eta / accum, [g / targets for g in sums])
   return functools.partial(in_parts, captured(add), captured(updated), accum)
 
+def takes_fused(cfg:Config, batch:int) -> bool:
+  numbers = sum(o * i for _, o, i in atlas.memory_shapes(cfg).values())
+  return kernels.takes_fused(cfg, Tensor.empty(1), batch * cfg.heads, numbers)
+
 def memory_estimate(cfg:Config, batch:int, length:int) -> float:
   """About how many bytes a process holds in training, fitted to ten settings: weights, gradients and moments; what the
   backward pass keeps of each token; and on a CPU Python with the code of the kernels."""
@@ -355,7 +359,7 @@ def memory_estimate(cfg:Config, batch:int, length:int) -> float:
   if cfg.mixer != "memory": token += 2.6 * cfg.heads * (min(length, 2 * cfg.attn_window) if cfg.attn_window else length)
   if cfg.mixer != "attention":
     rows = 1 + (cfg.window - 1) / cfg.chunk              # of a chunk with the tokens before it that its windows reach
-    stored = 1 / cfg.chunk if cfg.features == "exp" or kernels.takes_fused(cfg, Tensor.empty(1)) else 4       # matrices
+    stored = 1 / cfg.chunk if cfg.features == "exp" or takes_fused(cfg, batch) else 4       # matrices
     token += sum(heads * (rows * (o + i) + o * i * stored) for heads, o, i in atlas.memory_shapes(cfg).values())
     if process: process += (120e6 if cfg.memory != "linear" else 0) + (80e6 if cfg.optimizer == "muon" else 0)
     if process and cfg.mixer == "mac": process += 90e6 * cfg.layers * -(-length // cfg.attn_window)    # segments
@@ -605,7 +609,7 @@ def bench(run:Run, model:dict) -> None:
   print("  ".join(f"{c:>12s}" for c in COLUMNS))
   for name, length in itertools.product(*listed(run)):
     cfg = atlas.preset(name, run.size, **model)
-    form = "fused" if kernels.takes_fused(cfg, Tensor.empty(1)) else "ops"
+    form = "fused" if takes_fused(cfg, run.batch // run.accum) else "ops"
     row = [name, "softmax" if cfg.mixer == "attention" else form, length, run.batch]
     try:
       estimate = memory_estimate(cfg, run.batch // run.accum, length)
