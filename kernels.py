@@ -832,6 +832,11 @@ class Layout:
       out[name] = w[..., :shapes[name][-1]].reshape(shapes[name])
     return out
 
+  def states(self, rows:Tensor, shapes:dict[str, tuple]) -> tuple[Weights, Weights]:
+    """M and S (empty without momentum) in rows that begin with them."""
+    M = self.unpack(rows, shapes)
+    return M, self.unpack(rows[:, self.M_size:], shapes) if self.size > self.M_size else {}
+
 class ChunkInputs(NamedTuple):
   """What one chunk of one head reads, and where its outputs go."""
   factors:dict[str, tuple[Any, Any]]   # of rule.gradients: u (E,o), x (E,i)
@@ -1147,22 +1152,38 @@ class Recurrence:
     return out
 
 @functools.cache
-def memory_kernel(form:type[Recurrence], cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool) -> Compiled:
+def memory_kernel(form:Any, cfg:Rule, s:KernelShapes, device:str, backward:bool, dstates:bool) -> Compiled:
   """Built twice: the first time to see how much scratch memory it needs."""
   shape = cfg, s, device, backward, dstates
   counted = form(*shape).kernel
   built = form(*shape, (counted.used, counted.used_grads, counted.most_local))
   return compiled(built.args, built.size, cast(UOp, built.code()), device)
 
-def memory_gradients(cfg:Rule, s:KernelShapes, forward:Compiled, sources:dict[str, Tensor], grads:tuple
-                     ) -> dict[str, Tensor]:
-  """The backward kernel's results.  A gradient comes for each output that is used: y is flat, `states` a matrix."""
-  device = cast(str, sources["q"].device)
-  dy = [Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == 1]
-  dstates = [Tensor(g).reshape(-1).contiguous() for g in grads if len(g.shape) == 2]
-  sources["dy"] = dy[0] if dy else Tensor.zeros(forward.size["y"], dtype=dtypes.float, device=device).contiguous()
-  if dstates: sources["dstates"] = dstates[0]
-  return run_kernel(memory_kernel(Recurrence, cfg, s, device, True, bool(dstates)), sources, device)
+def run_recurrence(form:Any, cfg:Rule, s:KernelShapes, inputs:dict[str, Tensor], shared:dict[str, int],
+                   device:str) -> dict[str, Tensor]:
+  """The outputs of a kernel over all heads and chunks, with one for its backward pass.  form: Recurrence or StatePass.
+  shared: how many heads share an input."""
+  forward = memory_kernel(form, cfg, s, device, False, False)
+  def backward(*grads, call=None):
+    """tinygrad calls it with (gradient, call) where one output is used, and with (*gradients, call=call) where two
+    are: y is flat, `states` a matrix."""
+    if call is None: grads, call = grads[:-1], grads[-1]
+    sources = {n: Tensor(x) for n, x in zip(forward.args, call.src[1:])}
+    saved = {n: sources.get(n, x) for n, x in inputs.items() if n != "first"}
+    saved["states"] = Tensor(sources["states"].uop.after(call)).reshape(-1)
+    for g in grads: saved["dy" if len(g.shape) == 1 else "dstates"] = Tensor(g).reshape(-1).contiguous()
+    for n in form.y:
+      zeros = Tensor.zeros(forward.size[n], dtype=dtypes.float, device=device).contiguous()
+      saved.setdefault("d" + n, zeros)
+    out = run_kernel(memory_kernel(form, cfg, s, device, True, "dstates" in saved), saved, device)
+    def gradient(n):
+      if n not in inputs or n == "places": return None
+      g = out["d" + n]
+      return (g.reshape(shared[n], -1).sum(0) if shared.get(n, 1) > 1 else g).uop
+    return tuple(gradient(n) for n in forward.args)
+  inputs = {n: z.reshape(-1).contiguous() for n, z in inputs.items()}
+  states = Tensor.empty(1, forward.size["states"], dtype=dtypes.float, device=device)
+  return run_kernel(forward, inputs | dict(states=states), device, backward)
 
 def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, gates:Gates, chunks:Chunks
           ) -> tuple[Tensor, Memory]:
@@ -1183,28 +1204,12 @@ def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, 
   if row.coefficients:
     inputs["scales"] = monomial_scales(d, cfg.degree, cast(Tensor, a))
     inputs["places"] = monomial_table(d, cfg.degree, device)[0]
-  inputs = {n: t.reshape(-1).contiguous() for n, t in inputs.items()}
-  forward = memory_kernel(Recurrence, cfg, s, device, False, False)
-  def backward(*grads, call=None):
-    """tinygrad calls it with (gradient, call) where one output is used, and with (*gradients, call=call) where two
-    are."""
-    if call is None: grads, call = grads[:-1], grads[-1]
-    sources = {n: Tensor(x) for n, x in zip(forward.args, call.src[1:])}
-    sources["states"] = Tensor(sources["states"].uop.after(call)).reshape(-1)
-    out = memory_gradients(cfg, s, forward, {n: sources[n] for n in [*inputs, "states"] if n != "first"}, grads)
-    shared = {"first": s.heads // s.first_heads, "toward": B, "scales": s.heads}          # heads that share an input
-    def gradient(n):
-      if n not in inputs or n == "places": return None
-      g = out["d" + n]
-      return (g.reshape(shared[n], -1).sum(0) if shared.get(n, 1) > 1 else g).uop
-    return tuple(gradient(n) for n in forward.args)
-  states = Tensor.empty(1, forward.size["states"], dtype=dtypes.float, device=device)
-  out = run_kernel(forward, inputs | dict(states=states), device, backward)
+  shared = {"first": s.heads // s.first_heads, "toward": B, "scales": s.heads}
+  out = run_recurrence(Recurrence, cfg, s, inputs, shared, device)
   rows = out["states"].reshape(B * H, -1, lay.size)
   shapes = {n: (B, H, *w.shape[-2:]) for n, w in memory.M.items()}
-  M = lay.unpack(rows[:, -1], shapes)
-  S = lay.unpack(rows[:, -1, lay.M_size:], shapes) if cfg.momentum else {}
-  base = lay.unpack(rows[:, 0 if s.chunks == 1 else -2], shapes)
+  M, S = lay.states(rows[:, -1], shapes)
+  base, _ = lay.states(rows[:, 0 if s.chunks == 1 else -2], shapes)
   return out["y"].reshape(B, H, T, v.shape[3]), Memory(memory.R, base, M, S, False)
 
 # *** the sequential pass in one kernel, on a GPU ***
@@ -1255,22 +1260,12 @@ def states_by_kernel(body:Callable, cfg:Rule, memory:Memory, streams:dict[str, T
     return lay.pack([{n: w.reshape(heads, *w.shape[-2:]) for n, w in part.items()} for part in parts])
   inputs = dict(first=packed([memory.base, memory.M, *([memory.S] if cfg.momentum else [])]))
   if memory.R: inputs["toward"] = packed([memory.R])
-  inputs = {n: z.reshape(-1).contiguous() for n, z in (inputs | streams).items()}
-  forward = memory_kernel(StatePass, cfg, s, device, False, True)
-  def backward(g, call):
-    sources = {n: Tensor(z) for n, z in zip(forward.args, call.src[1:])}
-    saved = {n: sources.get(n, z) for n, z in inputs.items() if n != "first"}
-    saved |= dict(states=Tensor(sources["states"].uop.after(call)), dstates=Tensor(g).contiguous())
-    out = run_kernel(memory_kernel(StatePass, cfg, s, device, True, True), saved, device)
-    return tuple(out["d" + n].uop if n in inputs else None for n in forward.args)
-  rows = run_kernel(forward, inputs, device, backward)["states"].reshape(B, H, N + 2, -1)
+  rows = run_recurrence(StatePass, cfg, s, inputs | streams, {}, device)["states"].reshape(B, H, N + 2, -1)
   def states(z):
-    """M and S in rows (...,numbers)."""
-    flat, shapes = z.reshape(-1, s_row), {n: (*sizes(z)[:-1], o, i) for n, o, i in weights}
-    parts = [lay.unpack(flat[:, start:], shapes) for start in range(0, lay.size, lay.M_size)]
-    M, S = [{n: w.contiguous_backward() for n, w in part.items()} for part in (*parts, {})[:2]]
-    return M, S
-  s_row, kept, at = sizes(rows)[-1], {}, lay.size
+    shapes = {n: (*sizes(z)[:-1], o, i) for n, o, i in weights}
+    parts = lay.states(z.reshape(-1, z.shape[-1]), shapes)
+    return [{n: w.contiguous_backward() for n, w in part.items()} for part in parts]
+  kept, at = {}, lay.size
   for n, shape in results.items():
     kept[n] = rows[:, :, 1:N + 1, at:at + math.prod(shape)].reshape(B, H, N, *shape).contiguous_backward()
     at += math.prod(shape)
@@ -1288,30 +1283,30 @@ def direction_kernel(cfg:Rule, weights:tuple[tuple[str, int, int], ...], rows:in
                      ) -> Compiled:
   """The directions of `rows` rows of matrices, each by a work-group; backward, their gradients."""
   row, parts = sum(o * i for _, o, i in weights), divisor(rows, GROUPS)
-  args = ["dS", *SCRATCH, "S", "dU"] if backward else ["U", "values", "S"]
+  args = ["room", "S", "dU"] if backward else ["room", "S"]
   def build(*scratch):
-    stride = [to_multiple(x, 16) for x in scratch[:2]]
-    size = dict.fromkeys(args, rows * row) | dict.fromkeys(SCRATCH, 1)
-    size |= {n: max(1, parts * x) for n, x in zip(SCRATCH, stride)}
+    """room: the result, U or dS, and behind it the scratch memory: fewer buffers are filled with zeros."""
+    values, grads = [to_multiple(x, 16) for x in scratch[:2] or (0, 0)]
+    size = dict.fromkeys(args, rows * row)
+    start = to_multiple(rows * row, 16)
+    size["room"] = start + parts * (values + grads)
     buffers = {n: UOp.placeholder((size[n],), dtypes.float, slot=slot) for slot, n in enumerate(args)}
-    kernel = Kernel(buffers["values"], buffers.get("grads"), not scratch, vectors(device), *scratch[2:])
+    kernel = Kernel(buffers["room"], buffers["room"], not scratch, vectors(device), *scratch[2:])
     with kernel.parts(parts) as part:
-      if scratch: kernel.origin, kernel.grads_origin = [part * x for x in stride]
+      kernel.origin = start + part * (values + grads)
+      kernel.grads_origin = kernel.origin + values
       with kernel.loop(rows // parts) as turn:
-        start = (part * (rows // parts) + turn) * row
+        at = (part * (rows // parts) + turn) * row
         for _, o, i in weights:
-          def matrix(n, grad=None): return Stored(kernel, buffers.get(n), (o, i), start, i, 1, grad)
-          def body(dU=None, dS=None):
-            kernel.assign(matrix("U", dU), STEPS[cfg.optimizer].direction(matrix("S", dS), cfg))
-          if backward:
-            kernel.fill(buffers["dS"], start, o * i)
-            kernel.backward(functools.partial(body, matrix("dU"), matrix("dS")))
-          else:
-            kernel.memos.append({})
-            body()
-          start = start + o * i
+          def matrix(n, grad=None): return Stored(kernel, buffers.get(n), (o, i), at, i, 1, grad)
+          S, U = matrix("S", matrix("room")), matrix("none" if backward else "room", matrix("dU"))
+          def body(): kernel.assign(U, STEPS[cfg.optimizer].direction(S, cfg))
+          kernel.memos.append({})
+          if backward: kernel.backward(body)
+          else: body()
+          at = at + o * i
     name = "directions_backward" if backward else "directions"
-    return size, kernel.code(name, sum(size[n] for n in args)), (kernel.used, kernel.used_grads, kernel.most_local)
+    return size, kernel.code(name, sum(size.values())), (kernel.used, kernel.used_grads, kernel.most_local)
   size, sink, _ = build(*build()[2])
   return compiled(args, size, sink, device)
 
@@ -1320,18 +1315,16 @@ def directions_by_kernel(cfg:Rule, S:dict[str, Tensor]) -> dict[str, Tensor]:
   first, weights = next(iter(S.values())), row_shapes(S)
   lead, device = sizes(first)[:-2], cast(str, first.device)
   rows = math.prod(lead)
-  def run(kernel, inputs, grad_fxn=None):
-    """Inside a function of tinygrad a new buffer would be one for all calls: zeros are made in every call."""
-    room = {n: Tensor.zeros(kernel.size[n], dtype=dtypes.float, device=device).contiguous() for n in kernel.args}
-    return run_kernel(kernel, room | inputs, device, grad_fxn)
-  forward = direction_kernel(cfg, weights, rows, device, False)
-  def backward(g, call):
-    sources = dict(zip(forward.args, call.src[1:]))
-    inputs = dict(S=Tensor(sources["S"]), dU=Tensor(g).contiguous())
-    out = run(direction_kernel(cfg, weights, rows, device, True), inputs)
-    return tuple(out["dS"].uop if n == "S" else None for n in forward.args)
   packed = pack(S, len(lead)).reshape(-1).contiguous()
-  U = run(forward, dict(S=packed), backward)["U"].reshape(*lead, -1)
+  def run(backward, inputs, grad_fxn=None):
+    """Inside a function of tinygrad a new buffer would be one for all calls: zeros are made in every call."""
+    kernel = direction_kernel(cfg, weights, rows, device, backward)
+    room = Tensor.zeros(kernel.size["room"], dtype=dtypes.float, device=device).contiguous()
+    return run_kernel(kernel, inputs | dict(room=room), device, grad_fxn)["room"][:packed.numel()]
+  def backward(g, call):
+    dU = Tensor(g)[:packed.numel()].contiguous()
+    return None, run(True, dict(S=Tensor(call.src[2]), dU=dU)).uop
+  U = run(False, dict(S=packed), backward).reshape(*lead, -1)
   return unpack(U, {n: (o, i) for n, o, i in weights})
 
 def chunk_by_kernel(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,12 +11,13 @@ os.environ.setdefault("NOOPT", "1")      # Kernels compile in half the time. Val
 os.environ.setdefault("PARALLEL", "0")   # A process that compiles for tinygrad first compiles tinygrad's own patterns.
 import functools, gc, inspect, itertools, json, math, re, shutil, subprocess, sys, threading, time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 import numpy as np
 import pytest
 import atlas, evaluate, experiments, kernels, train
-from rule import FEATURES, LOSSES
+from rule import FEATURES, LOSSES, Memory, chunk_step, named, over_chunks
 from rule import STEPS as DIRECTIONS
+from rule import directions as rule_directions
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes
 from tinygrad.codegen.late.linearizer import CFGContext
 from tinygrad.helpers import NUM_CPU_THREADS
@@ -1101,88 +1102,6 @@ def test_a_trained_model_stays_finite_and_recovers_from_a_hostile_stream(name):
   assert finite(after)
   if name != "transformer++": assert max(after) < 1.05 * fresh, (after, fresh)
 
-# *** other devices: pytest -m devices ***
-def one_step(backend):
-  """Loss and gradients, not yet computed, of a small titans and a small atlas."""
-  steps = []
-  for name in ("titans", "atlas"):
-    cfg = small(name, backend=backend)
-    params = atlas.init(cfg, seed=1)
-    # From a fresh, small M_0 Newton-Schulz amplifies rounding until two forms on one CPU differ by 2.7e-4.
-    M = params["layers"]["0"]["memory"]
-    M["W2"] = (M["W2"] / atlas.INIT.first).realize()
-    tokens, targets = random_tokens(2, 16), random_tokens(2, 16, seed=1)
-    loss = atlas.loss(params, cfg, Tensor(tokens), Tensor(targets))
-    steps.append([loss, *loss.gradient(*get_state_dict(params).values())])
-  return steps
-
-def numbers(steps): return [x.contiguous().numpy().ravel() for step in steps for x in step]
-ON_OPENCL = """import sys; sys.path.insert(0, sys.argv[1])
-import numpy, test_atlas
-numpy.savez(sys.argv[2], *test_atlas.numbers(test_atlas.one_step('auto')))"""
-@devices
-def test_a_training_step_on_opencl_is_that_on_the_cpu(tmp_path):
-  command = [sys.executable, "-c", ON_OPENCL, str(Path(__file__).parent), str(tmp_path / "cl.npz")]
-  done = subprocess.run(command, env=os.environ | {"DEV": "CL"}, capture_output=True, text=True)
-  if "no usable devices" in done.stderr or "library opencl" in done.stderr: pytest.skip("no OpenCL here")
-  assert done.returncode == 0, done.stderr[-2000:]
-  on_opencl = list(np.load(tmp_path / "cl.npz").values())
-  for x, expected in zip(on_opencl, numbers(one_step("ops")), strict=True):
-    assert record("OpenCL against CPU", relative(x, expected)) < 1e-4
-
-def kernels_of_a_step(monkeypatch):
-  """The graphs of all kernels of a training step in both forms, before they are compiled."""
-  graphs = []
-  with monkeypatch.context() as patch:
-    from_kernels = recorded(patch)
-    for step in [*one_step("ops"), *one_step("fused")]:
-      linear = step[0].schedule_linear(*step[1:])
-      graphs += [u.src[0] for u in linear.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
-  graphs += [graph for graph, _ in from_kernels]
-  return list({graph.key: graph for graph in graphs}.values())
-
-FUSED_ON_OPENCL = """import sys; sys.path.insert(0, sys.argv[1])
-import numpy, test_atlas
-numpy.savez(sys.argv[2], *test_atlas.memory_of_many_heads())"""
-def memory_of_many_heads():
-  """Output and gradients of the memory in one kernel, for 16 heads that work side by side, ten times."""
-  cfg = from_case("mlp-identity-l2-momentum-2-3", backend="fused", heads=8)
-  W, x = problem(cfg, B=2, H=8, T=90)
-  inputs = [z.realize() for z in (tensors(W) | tensors(x)).values()]
-  results = []
-  for _ in range(10):
-    y = kernels.memory(cfg, dict(zip(W, inputs)), *inputs[len(W):])[0]
-    results += [z.numpy() for z in (y, *y.square().sum().gradient(*inputs))]
-  return results
-
-@devices
-def test_work_groups_of_one_kernel_do_not_share_scratch_memory(tmp_path):
-  command = [sys.executable, "-c", FUSED_ON_OPENCL, str(Path(__file__).parent), str(tmp_path / "cl.npz")]
-  done = subprocess.run(command, env=os.environ | {"DEV": "CL"}, capture_output=True, text=True)
-  if "no usable devices" in done.stderr or "library opencl" in done.stderr: pytest.skip("no OpenCL here")
-  assert done.returncode == 0, done.stderr[-2000:]
-  on_opencl = list(np.load(tmp_path / "cl.npz").values())
-  for z, expected in zip(on_opencl, memory_of_many_heads(), strict=True):
-    assert record("one kernel on OpenCL against CPU", relative(z, expected)) < 1e-6
-
-@devices
-def test_every_kernel_of_a_training_step_renders_for_gpus(tmp_path, monkeypatch):
-  from tinygrad.device import Compiler
-  from tinygrad.helpers import Target
-  from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
-  from tinygrad.renderer.wgsl import WGSLRenderer
-  class Metal(MetalRenderer):
-    def __init__(self): self.target, self.compiler = Target("METAL"), Compiler()       # without Apple's compiler
-  graphs = kernels_of_a_step(monkeypatch)
-  assert len(graphs) > 60 and {"memory", "memory_backward"} <= {g.arg.name for g in graphs}
-  cuda, metal, web = CUDARenderer(Target("CUDA", arch="sm_80"), use_nvcc=True), Metal(), WGSLRenderer(Target("WEBGPU"))
-  for renderer in (cuda, metal, web): renderer.compiler = Compiler()
-  codes = {r: [source(codegen.do_to_program(graph, r)) for graph in graphs] for r in (cuda, metal, web)}
-  assert all(len(code) > 50 for r in codes for code in codes[r])
-  if not (nvcc := shutil.which("nvcc")): pytest.skip("rendered; no nvcc here to compile the CUDA sources")
-  for n, code in enumerate(codes[cuda]): (tmp_path / f"{n}.cu").write_text(code)
-  output([nvcc, "-arch=sm_80", "-cubin", *tmp_path.glob("*.cu")], cwd=tmp_path)
-
 # *** training ***
 class Trained(NamedTuple):
   losses: np.ndarray                     # of every step
@@ -1265,3 +1184,153 @@ def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learn
   cfg = small(name, vocab=8, dtype="bfloat16")
   logits, state = atlas.forward(atlas.init(cfg), cfg, Tensor(noise(1)[0][0]))
   assert types(logits) == {dtypes.float} and types(*state.values()) == {dtypes.float, dtypes.int}
+
+# *** other devices: pytest -m devices ***
+ON_DEVICE = """import sys; sys.path.insert(0, sys.argv[1])
+import numpy, test_atlas
+numpy.savez(sys.argv[2], *getattr(test_atlas, sys.argv[3])(*map(int, sys.argv[4:])))"""
+def on_opencl(path, function, *numbers):
+  """The arrays of a function here, computed by OpenCL.  Without optimizing PoCL compiles several times faster."""
+  command = [sys.executable, "-c", ON_DEVICE, str(Path(__file__).parent), str(path / "cl.npz"), function]
+  environment = os.environ | {"DEV": "CL", "POCL_EXTRA_BUILD_FLAGS": "-cl-opt-disable"}
+  done = subprocess.run([*command, *map(str, numbers)], env=environment, capture_output=True, text=True)
+  if "no usable devices" in done.stderr or "library opencl" in done.stderr: pytest.skip("no OpenCL here")
+  assert done.returncode == 0, done.stderr[-2000:]
+  return list(np.load(path / "cl.npz").values())
+
+def one_step():
+  """Loss and gradients of a small titans and a small atlas."""
+  results = []
+  for name in ("titans", "atlas"):
+    cfg = small(name)
+    params = atlas.init(cfg, seed=1)
+    # From a fresh, small M_0 Newton-Schulz amplifies rounding until two forms on one CPU differ by 2.7e-4.
+    M = params["layers"]["0"]["memory"]
+    M["W2"] = (M["W2"] / atlas.INIT.first).realize()
+    loss = atlas.loss(params, cfg, Tensor(random_tokens(2, 16)), Tensor(random_tokens(2, 16, seed=1)))
+    results += [x.contiguous().numpy().ravel() for x in (loss, *loss.gradient(*get_state_dict(params).values()))]
+  return results
+
+@devices
+def test_a_training_step_on_opencl_is_that_on_the_cpu(tmp_path):
+  for x, expected in zip(on_opencl(tmp_path, "one_step"), one_step(), strict=True):
+    assert record("OpenCL against CPU", relative(x, expected)) < 1e-4
+
+# threads of a work-group, E, d, value_dim, hidden, D: sizes that the threads divide, and sizes that they do not
+PASSES = {"linear": (8, 4, 3, 3, 0, 3), "mlp": (16, 8, 4, 4, 8, 15), "gated": (32, 9, 4, 3, 7, 5)}
+def state_pass(number, times=1):
+  """States, what the outputs need, and all gradients of the sequential pass over three chunks, so many times."""
+  memory, (kernels.THREADS, E, d, dv, hidden, D) = list(PASSES.items())[number]
+  cfg, r = rule(memory=memory, momentum=memory != "linear", backend="fused"), rng(number)
+  def normal(*shape): return tensor(r.normal(size=(2, 2, *shape)) * 0.25)
+  shapes = {"W": (dv, D)} if memory == "linear" else {"W1": (dv, hidden), "W2": (hidden, D), "W3": (hidden, D)}
+  if memory == "mlp": del shapes["W3"]
+  def part(): return {n: normal(*shape) for n, shape in shapes.items()}
+  sources = {n: (E, shape[0]) for n, shape in shapes.items()}
+  results = named("u", sources) | ({"h": (E, hidden)} if hidden else {})
+  R, base, M, S = part() if memory != "gated" else {}, part(), part(), part() if cfg.momentum else {}
+  streams = {"x": normal(3, E, D), "k": normal(3, E, d), "v": normal(3, E, dv), "kept_M": normal(3)}
+  streams["rows"] = normal(3, 1 + cfg.momentum, E + cfg.momentum)
+  form = over_chunks if kernels.on_cpu(Device.DEFAULT) else kernels.states_by_kernel
+  arrays = []
+  for _ in range(times):
+    after, starts, kept = form(chunk_step, cfg, Memory(R, base, M, S, False), streams, named("R", R), results)
+    y = [*after.base.values(), *after.M.values(), *after.S.values(), *starts.M.values(), *starts.S.values(),
+         *dict(sorted(kept.items())).values()]
+    loss = Tensor.stack(*[(z * (n + 1) + z * z).sum() for n, z in enumerate(y)]).sum()
+    inputs = [*R.values(), *base.values(), *M.values(), *S.values(), *streams.values()]
+    y += loss.gradient(*[z for z in inputs if z is not streams["k"] or d == dv and memory != "linear"])
+    Tensor.realize(*[z.contiguous() for z in y])
+    arrays += [z.numpy() for z in y]
+  return arrays
+
+@devices
+@cases("number", range(len(PASSES)))
+def test_the_sequential_pass_by_work_groups_is_that_on_the_cpu(number, tmp_path):
+  for x, expected in zip(on_opencl(tmp_path, "state_pass", number), state_pass(number), strict=True):
+    assert record("the sequential pass on OpenCL against CPU", relative(x, expected)) < 2e-6
+
+@devices
+def test_threads_do_not_race(tmp_path):
+  results = on_opencl(tmp_path, "state_pass", 1, 20)
+  once = len(results) // 20
+  for n, z in enumerate(results): assert np.array_equal(z, results[n % once])
+
+def directions(number):
+  """Newton-Schulz of 6 wide and 6 tall matrices, and its gradient."""
+  kernels.THREADS = (8, 32)[number]
+  cfg, S = rule(optimizer="muon"), {"W1": rng(0).normal(size=(3, 2, 5, 9)), "W2": rng(1).normal(size=(3, 2, 16, 6))}
+  matrices = tensors(S)
+  form = rule_directions if kernels.on_cpu(Device.DEFAULT) else kernels.directions_by_kernel
+  U = form(cfg, matrices)
+  loss = sum(u[..., :1, :].sum() + u.square().sum() for u in U.values())
+  return [z.contiguous().numpy() for z in (*U.values(), *cast(Tensor, loss).gradient(*matrices.values()))]
+
+@devices
+@cases("number", range(2))
+def test_newton_schulz_by_work_groups_is_that_on_the_cpu(number, tmp_path):
+  for x, expected in zip(on_opencl(tmp_path, "directions", number), directions(number), strict=True):
+    assert record("Newton-Schulz on OpenCL against CPU", relative(x, expected)) < 5e-4
+
+def pieces_of_memory(number):
+  """Output and gradients of calls of 6 and 7 tokens, of which the second starts inside a chunk."""
+  case = ["mlp-poly-l2-momentum-3-4", "gated-poly-l2-muon_every-3-4"][number]
+  cfg = from_case(case, backend="ops" if kernels.on_cpu(Device.DEFAULT) else "fused")
+  W, x = problem(cfg, T=13)
+  y, variables = in_pieces(cfg, W, x, (6, 7), destination(cfg, W))
+  return [z.contiguous().numpy() for z in (y, *y.square().sum().gradient(*variables))]
+
+@devices
+@cases("number", range(2))
+def test_the_memory_in_pieces_on_opencl_is_that_on_the_cpu(number, tmp_path):
+  results = on_opencl(tmp_path, "pieces_of_memory", number)
+  for x, expected in zip(results, pieces_of_memory(number), strict=True):
+    assert record("memory on OpenCL against CPU", relative(x, expected)) < (5e-4 if number else 2e-6)
+
+@devices
+def test_kernels_of_work_groups_compile_for_gpus_with_barriers_that_order_global_memory(tmp_path, monkeypatch):
+  from tinygrad.device import Compiler
+  from tinygrad.helpers import Target
+  from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
+  from tinygrad.renderer.wgsl import WGSLRenderer
+  class Metal(MetalRenderer):
+    def __init__(self): self.target, self.compiler = Target("METAL"), Compiler()       # without Apple's compiler
+  cuda, metal, web = CUDARenderer(Target("CUDA", arch="sm_80"), use_nvcc=True), Metal(), WGSLRenderer(Target("WEBGPU"))
+  weights = ("W1", 16, 64), ("W2", 64, 24)
+  shapes = kernels.KernelShapes(4, 4, 4, 4, 3, 72, False, 16, 16, 24, 1, weights)
+  codes = {}
+  for renderer, barrier in ((cuda, "__syncthreads();"), (metal, "mem_threadgroup | mem_flags::mem_device"),
+                            (web, "storageBarrier(); workgroupBarrier();")):
+    renderer.compiler = Compiler()
+    renderer.barrier = kernels.BARRIERS.get(renderer.barrier, renderer.barrier)
+    monkeypatch.setattr(kernels, "renderer_of", lambda device, renderer=renderer: renderer)
+    monkeypatch.setattr(kernels, "vectors", lambda device: kernels.Vectors(1, 32, 256, 8192))
+    recorded(monkeypatch)
+    kernels.direction_kernel.cache_clear()
+    programs = []
+    for back in (False, True):
+      programs.append(kernels.memory_kernel(kernels.StatePass, rule(memory="mlp"), shapes, "GPU", back, True))
+      programs.append(kernels.direction_kernel(rule(optimizer="muon"), weights, 8, "GPU", back))
+    codes[renderer] = [source(kernel.program) for kernel in programs]
+    assert all(code.count(barrier) > 4 for code in codes[renderer])
+  for cached in (kernels.memory_kernel, kernels.direction_kernel): cached.cache_clear()
+  if not (nvcc := shutil.which("nvcc")): pytest.skip("rendered; no nvcc here to compile the CUDA sources")
+  for n, code in enumerate(codes[cuda]): (tmp_path / f"{n}.cu").write_text(code)
+  for arch in ("sm_80", "sm_90"): output([nvcc, f"-arch={arch}", "-cubin", *tmp_path.glob("*.cu")], cwd=tmp_path)
+
+def kernels_of_a_step():
+  """How many kernels compute loss and gradients of titans, for streams of 4 and of 8 chunks."""
+  counts = []
+  for chunks in (4, 8):
+    cfg = small("titans", chunk=8)
+    params = atlas.init(cfg, seed=1)
+    tokens = Tensor(random_tokens(2, 8 * chunks))
+    loss = atlas.loss(params, cfg, tokens, tokens)
+    linear = loss.schedule_linear(*loss.gradient(*get_state_dict(params).values()))
+    counts.append(np.array(sum(u.op is Ops.CALL for u in linear.toposort())))
+  return counts
+
+@devices
+def test_the_number_of_kernels_of_gradient_steps_does_not_grow_with_the_stream(tmp_path):
+  short, long = on_opencl(tmp_path, "kernels_of_a_step")
+  assert short == long < 400
