@@ -3,8 +3,9 @@
 A memory is many small matrices, one step after the other.  Stock tensor operations launch many small kernels for it;
 here one kernel runs the recurrence over all heads and chunks.  The file reads downwards: matrices inside a kernel,
 which have the operations of Tensors, so that rule.gradients and rule.newton_schulz serve both; `Kernel`, which makes
-loop nests of them and their adjoints; dense products (`matmul`); the recurrence in one kernel (`fused`); and `memory`,
-which takes one of the forms.
+loop nests of them and their adjoints; dense products (`matmul`); the recurrence in one kernel, on a CPU (`fused`); its
+sequential part in kernels, on a GPU (`states_by_kernel`, `steps_by_kernel`); and `memory`, which takes one of the
+forms.
 """
 from __future__ import annotations
 import contextlib, copy, ctypes, functools, itertools, math, operator, os, sqlite3, subprocess, sys, time
@@ -22,9 +23,9 @@ from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, PatternMatcher
-from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, by_expansion, by_ops, chunk_step,
-                  feature_size, for_batch, gradients, monomial_scales, monomial_table, named, over_chunks, pack,
-                  part_of, phi, sizes, to_multiple, unpack, with_entries)
+from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, at_base, by_expansion, by_ops,
+                  feature_size, for_batch, gradients, monomial_scales, monomial_table, named, number, over_chunks,
+                  part_of, phi, sizes, to_multiple, unpack, weighted_sums, with_entries)
 from rule import newton_schulz  # noqa: F401  # part of the interface, with phi, apply and feature_size
 
 # tinygrad's CPU device calls clang.  The `cpu` extra puts one beside this Python that is newer than most systems' own.
@@ -1275,64 +1276,80 @@ def states_by_kernel(body:Callable, cfg:Rule, memory:Memory, streams:dict[str, T
 
 # *** steps that are not linear, on a GPU ***
 
-GROUPS = 1024                               # work-groups of a kernel at most; their scratch memory lies side by side
+GROUPS = 128                                # multiprocessors of a large GPU
 
 @functools.cache
 @Context(ALLOW_DEVICE_USAGE=1)              # which tinygrad forbids while it traces a function
 def direction_kernel(cfg:Rule, weights:tuple[tuple[str, int, int], ...], rows:int, device:str, backward:bool
                      ) -> Compiled:
   """The directions of `rows` rows of matrices, each by a work-group; backward, their gradients."""
-  row, parts = sum(o * i for _, o, i in weights), divisor(rows, GROUPS)
-  args = ["room", "S", "dU"] if backward else ["room", "S"]
+  row = sum(o * i for _, o, i in weights)
+  size = {"room": 0} | {f"S.{n}": rows * o * i for n, o, i in weights} | ({"dU": rows * row} if backward else {})
   def build(*scratch):
-    """room: the result, U or dS, and behind it the scratch memory: fewer buffers are filled with zeros."""
+    """room: the results, rows of U or dS, and behind them the scratch memory: one buffer is filled with zeros."""
     values, grads = [to_multiple(x, 16) for x in scratch[:2] or (0, 0)]
-    size = dict.fromkeys(args, rows * row)
-    start = to_multiple(rows * row, 16)
-    size["room"] = start + parts * (values + grads)
-    buffers = {n: UOp.placeholder((size[n],), dtypes.float, slot=slot) for slot, n in enumerate(args)}
+    parts = max(GROUPS, 2 ** 24 // (values + grads + 1))   # more of them where they take little memory
+    parts = divisor(rows, min(rows, parts))
+    first = to_multiple(rows * row, 16)
+    size["room"] = first + parts * (values + grads)
+    buffers = {n: UOp.placeholder((x,), dtypes.float, slot=slot) for slot, (n, x) in enumerate(size.items())}
     kernel = Kernel(buffers["room"], buffers["room"], not scratch, vectors(device), *scratch[2:])
     with kernel.parts(parts) as part:
-      kernel.origin = start + part * (values + grads)
+      kernel.origin = first + part * (values + grads)
       kernel.grads_origin = kernel.origin + values
       with kernel.loop(rows // parts) as turn:
-        at = (part * (rows // parts) + turn) * row
-        for _, o, i in weights:
-          def matrix(n, grad=None): return Stored(kernel, buffers.get(n), (o, i), at, i, 1, grad)
-          S, U = matrix("S", matrix("room")), matrix("none" if backward else "room", matrix("dU"))
+        place = part * (rows // parts) + turn
+        at = place * row
+        for name, o, i in weights:
+          def matrix(n, start, grad=None): return Stored(kernel, buffers.get(n), (o, i), start, i, 1, grad)
+          S = matrix(f"S.{name}", place * (o * i), matrix("room", at))
+          U = matrix("none" if backward else "room", at, matrix("dU", at))
           def body(): kernel.assign(U, STEPS[cfg.optimizer].direction(S, cfg))
           kernel.memos.append({})
           if backward: kernel.backward(body)
           else: body()
           at = at + o * i
     name = "directions_backward" if backward else "directions"
-    return size, kernel.code(name, sum(size.values())), (kernel.used, kernel.used_grads, kernel.most_local)
-  size, sink, _ = build(*build()[2])
-  return compiled(args, size, sink, device)
+    return kernel.code(name, sum(size.values())), (kernel.used, kernel.used_grads, kernel.most_local)
+  sink, _ = build(*build()[1])
+  return compiled(list(size), size, cast(UOp, sink), device)
 
-def directions_by_kernel(cfg:Rule, S:dict[str, Tensor]) -> dict[str, Tensor]:
-  """rule.directions in one kernel, and one for its backward pass."""
+def directions_by_kernel(cfg:Rule, S:dict[str, Tensor]) -> Tensor:
+  """The directions U for S of every step (B,H,n,o,i), as rows (B,H,n,numbers): one kernel, and one for its backward
+  pass."""
   first, weights = next(iter(S.values())), row_shapes(S)
-  lead, device = sizes(first)[:-2], cast(str, first.device)
-  rows = math.prod(lead)
-  packed = pack(S, len(lead)).reshape(-1).contiguous()
+  lead, device, numbers = sizes(first)[:-2], cast(str, first.device), sum(o * i for _, o, i in weights)
   def run(backward, inputs, grad_fxn=None):
     """Inside a function of tinygrad a new buffer would be one for all calls: zeros are made in every call."""
-    kernel = direction_kernel(cfg, weights, rows, device, backward)
+    kernel = direction_kernel(cfg, weights, math.prod(lead), device, backward)
     room = Tensor.zeros(kernel.size["room"], dtype=dtypes.float, device=device).contiguous()
-    return run_kernel(kernel, inputs | dict(room=room), device, grad_fxn)["room"][:packed.numel()]
+    out = run_kernel(kernel, inputs | dict(room=room), device, grad_fxn)["room"]
+    return out[:math.prod(lead) * numbers].reshape(*lead, numbers)
   def backward(g, call):
-    dU = Tensor(g)[:packed.numel()].contiguous()
-    return None, run(True, dict(S=Tensor(call.src[2]), dU=dU)).uop
-  U = run(False, dict(S=packed), backward).reshape(*lead, -1)
-  return unpack(U, {n: (o, i) for n, o, i in weights})
+    sources = {f"S.{n}": Tensor(z) for (n, _, _), z in zip(weights, call.src[2:])}
+    dS = run(True, sources | dict(dU=Tensor(g)[:math.prod(lead) * numbers].contiguous()))
+    parts = unpack(dS, {n: (o * i,) for n, o, i in weights}, tuple(S))
+    return None, *[z.reshape(-1).uop for z in parts.values()]
+  return run(False, {f"S.{n}": s.reshape(-1).contiguous() for n, s in S.items()}, backward)
 
 def chunk_by_kernel(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:
-  return chunk_step(cfg, z, directions_by_kernel)
+  """rule.chunk_step for steps that are not linear; U is one row of numbers a step."""
+  new, factors = {}, gradients(cfg, at_base(z), z["x"], z["k"], z["v"])
+  S = {n: weighted_sums(cfg, z["rows"], z.get(f"S.{n}"), u, x) for n, (u, x) in factors.items()}
+  U = directions_by_kernel(cfg, S)
+  change = unpack(-(z["C"].unsqueeze(-1) * U).sum(2).contiguous(), {n: sizes(s)[3:] for n, s in S.items()}, tuple(S))
+  for n in S:
+    new[f"M.{n}"] = number(z["kept_M"]) * z[f"M.{n}"] + change[n]
+    if cfg.momentum: new[f"S.{n}"] = S[n][:, :, -1]
+  return new | {"U": U}
 
-def steps_by_kernel(body:Callable, *args:Any) -> tuple[Memory, Memory, dict[str, Tensor]]:
+def steps_by_kernel(body:Callable, cfg:Rule, memory:Memory, streams:dict[str, Tensor], fixed:dict[str, Tensor],
+                    results:dict) -> tuple[Memory, Memory, dict[str, Tensor]]:
   """rule.over_chunks with the directions of a chunk's steps in one kernel."""
-  return over_chunks(chunk_by_kernel, *args)
+  n, shapes = sizes(streams["C"])[-1], {f"U.{name}": (o, i) for name, o, i in row_shapes(memory.M)}
+  row = {"U": (n, sum(map(math.prod, shapes.values())))}
+  after, starts, kept = over_chunks(chunk_by_kernel, cfg, memory, streams, fixed, row)
+  return after, starts, unpack(kept["U"], shapes)
 
 # *** all of it ***
 

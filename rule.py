@@ -178,8 +178,7 @@ def gradients(cfg:Rule, W:dict[str, Any], x:Any, k:Any, v:Any) -> dict[str, tupl
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)   # section 2 of the paper takes them from Muon
 
 def iterate(steps:int, body:Callable, *carry:Any) -> tuple:
-  """carry = body(*carry), `steps` times.  Tensors are unrolled; the matrices inside a kernel bring a loop of their
-  own."""
+  """carry = body(*carry), `steps` times.  Tensors are unrolled; matrices inside a kernel bring their own loop."""
   if steps and hasattr(carry[0], "iterate"): return carry[0].iterate(steps, body, carry)
   for _ in range(steps): carry = tuple(x.contiguous() for x in body(*carry))
   return carry
@@ -287,34 +286,29 @@ def weighted_sums(cfg:Rule, P:Tensor, S:Tensor|None, u:Tensor, x:Tensor) -> Tens
   sums = (weighted.flatten(-3, -2) @ x).reshape(*weighted.shape[:-1], x.shape[-1])             # (B,H,n,o,i)
   return (sums if S is None else sums + number(P[..., 0]) * S.unsqueeze(-3)).contiguous()
 
-def directions(cfg:Rule, S:dict[str, Tensor]) -> dict[str, Tensor]:
-  """U of every matrix, from S of every step that is taken (B,H,n,o,i)."""
-  return {name: STEPS[cfg.optimizer].direction(s, cfg).contiguous() for name, s in S.items()}
-
-def chunk_step(cfg:Rule, z:dict[str, Tensor], directions:Callable=directions) -> dict[str, Tensor]:
+def chunk_step(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:
   """One chunk.  z: the state M.* and S.*, base.* and R.*; x, k, v of the chunk with its halo (B,H,E,.); kept_M (B,H);
   `rows` (B,H,n,[1+]E), coefficients of the sources.  Linear steps have rows for what M gains and, with momentum, for S,
   at the chunk's last token.  Other steps have rows for S at each of the n tokens that take a step, and coefficients C
   (B,H,n) of the steps.  Returns M.* and S.*; u.* (B,H,E,o) and the hidden layer h (B,H,E,i), or U.* (B,H,n,o,i)."""
-  new, kept, change = {}, {}, {}
-  factors = gradients(cfg, at_base(z), z["x"], z["k"], z["v"])
-  sums = {n: weighted_sums(cfg, z["rows"], z.get(f"S.{n}"), u, x) for n, (u, x) in factors.items()}
-  if STEPS[cfg.optimizer].linear:
-    for name, (u, x) in factors.items():
-      kept[f"u.{name}"], change[name] = u, sums[name][..., 0, :, :]
+  step, new, kept = STEPS[cfg.optimizer], {}, {}
+  for name, (u, x) in gradients(cfg, at_base(z), z["x"], z["k"], z["v"]).items():
+    sums = weighted_sums(cfg, z["rows"], z.get(f"S.{name}"), u, x)
+    if step.linear:
+      kept[f"u.{name}"] = u
       if name == "W1": kept["h"] = x
-  else:
-    for name, U in directions(cfg, sums).items():
-      kept[f"U.{name}"], change[name] = U, -(number(z["C"]) * U).sum(-3).contiguous()
-  for name in factors:
-    new[f"M.{name}"] = number(z["kept_M"]) * z[f"M.{name}"] + change[name]
-    if cfg.momentum: new[f"S.{name}"] = sums[name][..., -1, :, :]
+      change = sums[..., 0, :, :]
+    else:
+      U = kept[f"U.{name}"] = step.direction(sums, cfg).contiguous()
+      change = -(number(z["C"]) * U).sum(-3).contiguous()
+    new[f"M.{name}"] = number(z["kept_M"]) * z[f"M.{name}"] + change
+    if cfg.momentum: new[f"S.{name}"] = sums[..., -1, :, :]
   return new | kept
 
 def at_base(z:dict[str, Tensor]) -> Weights:
   """Where the gradients are taken.  If forgetting leads to R, the memory is stored as its difference from R."""
   R = part_of(z, "R")
-  return {n: w + R[n] if R else w for n, w in part_of(z, "base").items()}
+  return {n: (w + R[n] if R else w).contiguous_backward() for n, w in part_of(z, "base").items()}
 
 Shapes = tuple[tuple[str, tuple], ...]          # names and shapes, hashable
 def shapes_of(parts:dict[str, Tensor], lead:int) -> Shapes:
@@ -327,10 +321,10 @@ def compiled_chunk(body:Callable, cfg:Any, states:Shapes, streams:Shapes, fixed:
   M_shapes = {n: shape for n, shape in states if n.startswith("M.")}
   @function(precompile=True, precompile_backward=True)
   def step(state:Tensor, base:Tensor, chunk:Tensor, *constants:Tensor):
-    before = unpack(state, dict(states), tuple(dict(states)) if STEPS[cfg.optimizer].linear else ())
-    base_M = part_of(unpack(base[..., :sum(map(math.prod, M_shapes.values()))], M_shapes), "M")
+    before = unpack(state, dict(states), tuple(dict(states) if STEPS[cfg.optimizer].linear else M_shapes))
+    base_M = part_of(unpack(base[..., :sum(map(math.prod, M_shapes.values()))], M_shapes, tuple(M_shapes)), "M")
     z = before | named("base", base_M) | unpack(chunk, dict(streams), ("k", "v"))
-    for row in constants: z |= unpack(row, dict(fixed))
+    for row in constants: z |= unpack(row, dict(fixed), () if STEPS[cfg.optimizer].linear else tuple(dict(fixed)))
     result = body(cfg, z)
     extra = [x for n, x in result.items() if n not in before]    # as results they are stored before they are packed
     return pack({n: result[n] for n in before} | result, 2).contiguous(), *extra
@@ -405,7 +399,7 @@ def by_ops(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor,
            over:Callable=over_chunks) -> tuple[Tensor, Memory]:
   """The recurrence over whole chunks in stock operations.  All but the sequential pass is large products over all
   chunks. q (B,H,T,d); k, v (B,H,T,.), or (B,H,window-1+T,.) with the tokens before the first; a: coefficients of
-  features=poly. Returns y (B,H,T,value_dim) and the memory after the last token."""
+  features=poly; over: runs the sequential pass. Returns y (B,H,T,value_dim) and the memory after the last token."""
   b, T = chunks.size, sizes(q)[2]
   E = b + cfg.window - 1
   if b > 1: E = to_multiple(E, 8)                                              # multiples of 8 tile well

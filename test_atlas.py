@@ -11,13 +11,12 @@ os.environ.setdefault("NOOPT", "1")      # Kernels compile in half the time. Val
 os.environ.setdefault("PARALLEL", "0")   # A process that compiles for tinygrad first compiles tinygrad's own patterns.
 import functools, gc, inspect, itertools, json, math, re, shutil, subprocess, sys, threading, time
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import atlas, evaluate, experiments, kernels, train
 from rule import FEATURES, LOSSES, Memory, chunk_step, named, over_chunks
 from rule import STEPS as DIRECTIONS
-from rule import directions as rule_directions
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes
 from tinygrad.codegen.late.linearizer import CFGContext
 from tinygrad.helpers import NUM_CPU_THREADS
@@ -1185,6 +1184,14 @@ def test_dense_products_in_bfloat16_train_like_float32_and_every_parameter_learn
   logits, state = atlas.forward(atlas.init(cfg), cfg, Tensor(noise(1)[0][0]))
   assert types(logits) == {dtypes.float} and types(*state.values()) == {dtypes.float, dtypes.int}
 
+def test_a_step_sees_the_shape_of_its_matrices_in_every_form(monkeypatch):
+  """Ten features, which the kernel of a CPU pads to 16."""
+  direction = DIRECTIONS["muon"]._replace(direction=lambda S, cfg: S * (1 / S.shape[-1]), padded=False)
+  monkeypatch.setitem(DIRECTIONS, "muon", direction)
+  ops, fused = [from_case("mlp-poly-l2-muon-3-4", backend=backend, ns_steps=7) for backend in ("ops", "fused")]
+  W, x = problem(ops)
+  assert relative(read(fused, W, x), read(ops, W, x)) < 1e-6
+
 # *** other devices: pytest -m devices ***
 ON_DEVICE = """import sys; sys.path.insert(0, sys.argv[1])
 import numpy, test_atlas
@@ -1261,10 +1268,10 @@ def directions(number):
   kernels.THREADS = (8, 32)[number]
   cfg, S = rule(optimizer="muon"), {"W1": rng(0).normal(size=(3, 2, 5, 9)), "W2": rng(1).normal(size=(3, 2, 16, 6))}
   matrices = tensors(S)
-  form = rule_directions if kernels.on_cpu(Device.DEFAULT) else kernels.directions_by_kernel
-  U = form(cfg, matrices)
-  loss = sum(u[..., :1, :].sum() + u.square().sum() for u in U.values())
-  return [z.contiguous().numpy() for z in (*U.values(), *cast(Tensor, loss).gradient(*matrices.values()))]
+  if kernels.on_cpu(Device.DEFAULT):
+    U = Tensor.cat(*[kernels.newton_schulz(s, cfg.ns_steps).flatten(2) for s in matrices.values()], dim=-1)
+  else: U = kernels.directions_by_kernel(cfg, matrices)
+  return [z.contiguous().numpy() for z in (U, *(U[..., 5:].sum() + U.square().sum()).gradient(*matrices.values()))]
 
 @devices
 @cases("number", range(2))
