@@ -1408,11 +1408,12 @@ def takes_fused(cfg:Rule, x:Tensor, heads:int, numbers:int) -> bool:
   """Whether the memory runs in kernels of its own on the device of x, for heads = B*H and so many numbers in M of one.
   auto: on a CPU one kernel is faster than many.  On a GPU a work-group, that is one multiprocessor, runs all chunks of
   a head; it loses where a chunk takes it longer than launching the stock kernels.  That bound is an estimate: no GPU
-  was measured.  For steps that are not linear only their directions are a kernel, which always pays."""
+  was measured.  For steps that are not linear only their directions are a kernel, and only backend=fused takes it: with
+  a gated memory it fails on OpenCL."""
   if not isinstance(x.device, str) or FEATURES[cfg.features].expansion or cfg.backend == "ops": return False
   if on_cpu(x.device): return True
-  always = cfg.backend == "fused" or not STEPS[cfg.optimizer].linear
-  return Device[x.device].renderer.has_local and (always or numbers * cfg.chunk <= 2 ** 15 * max(heads, 8))
+  small = STEPS[cfg.optimizer].linear and numbers * cfg.chunk <= 2 ** 15 * max(heads, 8)
+  return Device[x.device].renderer.has_local and (cfg.backend == "fused" or small)
 
 def checked(name:str, x:Any, shape:tuple) -> Tensor:
   """x as float32.  ValueError unless it is a Tensor of that shape; None stands for an axis of any length."""
