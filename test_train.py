@@ -801,10 +801,10 @@ FILES = {name: [f"data={name.split('/')[0]}"] for name in SOUND} | {
   "none": STARTS, "out/log.csv": ["mode=plot"],
   CHECKPOINT: ["mode=sample", "mode=eval", "mode=export", "resume=1", f"init_from={CHECKPOINT} out=new"]}
 
-def setting(random):
-  """key=value for a setting.  One value of ten is hostile."""
-  name = random.choice([*VALUES])
-  return f"{name}={random.choice(HOSTILE if random.random() < 0.1 else VALUES[name])}"
+def word(random):
+  """key=value for a setting.  One value of ten and one word of thirty are hostile."""
+  name, drawn = random.choice([*VALUES]), random.random()
+  return random.choice(HOSTILE) if drawn > 0.97 else f"{name}={random.choice(HOSTILE if drawn < 0.1 else VALUES[name])}"
 
 @runs
 @cases("file", FILES)
@@ -823,7 +823,7 @@ def test_no_bad_input_ends_in_a_traceback_a_hang_or_a_file(file, command, folder
     place, size = int(random.random() ** 4 * len(content)), random.choice([0, 1, 8, 100, 1 << 30])
     junk = random.choice([b"", random.randbytes(9), b"9" * 9000])
     written(file, content[:place] + junk + content[place + size:])
-    words = [setting(random) if file == "none" else random.choice(READING) for _ in range(random.randrange(6))]
+    words = [word(random) if file == "none" else random.choice(READING) for _ in range(random.randrange(6))]
     line, before = [*random.choice(FILES[file]).split(), *words, "steps=0"], files()
     signal.alarm(5)
     code = train.main(line)
@@ -835,7 +835,7 @@ def test_no_bad_input_ends_in_a_traceback_a_hang_or_a_file(file, command, folder
 # *** -m runs: parts, devices, caches, kills and full disks ***
 
 ENVIRONMENTS = """JIT=0 PYTHONIOENCODING=ascii PYTHONIOENCODING=cp1252 XDG_CACHE_HOME=damaged.db CACHEDB=damaged.db
-  CACHEDB=a/folder CACHEDB=~/cache.db CACHEDB=/proc/cache.db CACHEDB=/dev/null/cache.db"""
+  CACHEDB=a/folder CACHEDB={}/~/cache.db CACHEDB=/proc/cache.db CACHEDB=/dev/null/cache.db"""
 
 @runs
 def test_a_run_goes_on_in_other_parts_in_another_precision_and_on_other_devices(command, run, refused):
@@ -891,9 +891,9 @@ def test_a_write_that_fails_loses_nothing_and_the_run_goes_on_to_the_same_end(te
 
 @runs
 @cases("setting", ENVIRONMENTS.split())
-def test_an_environment_with_a_fault_costs_a_line_at_most_and_changes_no_loss(setting, ten):
-  """A path that starts with ~ is what tinygrad makes of a home that does not exist."""
-  (name, value), path = setting.split("="), shutil.copy(ten[0].split("data=")[1], "text_\u0416.txt")
+def test_an_environment_with_a_fault_costs_a_line_at_most_and_changes_no_loss(setting, ten, folder):
+  """A path with ~ is what tinygrad makes of a home that does not exist."""
+  (name, value), path = setting.format(folder).split("="), shutil.copy(ten[0].split("data=")[1], "text_\u0416.txt")
   written("damaged.db", os.urandom(5000))
   Path("a/folder").mkdir(parents=True)
   shown = process(f"{TEN} data={path} steps=3 eval_every=0", **{name: value})
@@ -917,14 +917,11 @@ def test_the_key_of_a_step_knows_tinygrads_files_its_variables_and_the_compiler(
 def resident(monkeypatch):
   """MB that are resident at each step of training, and at each token of a sample."""
   megabytes = list[int]()
-  def watch(module, name):
-    original = getattr(module, name)
-    def call(*args):
+  for module, name in ((data, "batch"), (evaluate, "drawn")):
+    def watched(*args, original=getattr(module, name)):
       megabytes.append(resident_mb())
       return original(*args)
-    monkeypatch.setattr(module, name, call)
-  watch(data, "batch")
-  watch(evaluate, "drawn")
+    monkeypatch.setattr(module, name, watched)
   return megabytes
 
 @runs
