@@ -15,12 +15,13 @@ PIECE = 2048                  # tokens of a long row of a question file that are
 def predictions(params:dict, cfg:atlas.Config, x:Tensor) -> tuple[Tensor, Tensor]:
   """Logits (B,T,vocab) for the labels of x, and the mean memory step.  For task=compression a decoder computes them: an
   MLP whose input is the model's output at the last token plus a learned vector for each position (MAD)."""
-  h, _, eta = atlas.hidden(params, cfg, x)
+  h, _, inputs = atlas.hidden(params, cfg, x)
+  etas = [z.mean() for name, z in inputs.items() if name.endswith(".eta")] or [Tensor(0.0, dtype="float32")]
   if decoder := params.get("decoder"):
     z = (h[:, -1:] + decoder["position"]).contiguous()
     gate, value = atlas.linear(cfg, z, decoder["in"]).contiguous().chunk(2, dim=-1)
     h = z + atlas.linear(cfg, gate.silu() * value, decoder["out"])
-  return atlas.linear(cfg, h, params["embed"]).float(), eta
+  return atlas.linear(cfg, h, params["embed"]).float(), Tensor.stack(*etas).mean()
 
 # *** validation ***
 def evaluator(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, length:int) -> Callable[[int], np.ndarray]:
