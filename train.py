@@ -655,7 +655,7 @@ def resolve(own:dict, model:dict) -> Job:
   task = data.task(run.task, own.get("length"), model.get("vocab")) if run.task and reads else None
   if task and run.mode == "train":
     run, model = replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
-  if run.mode in ("sample", "watch") and "out" not in own and not checkpoints(out):
+  if run.mode in ("sample", "watch") and "out" not in own and not checkpoints(out) and WEIGHTS.is_file():
     run = replace(run, init_from=str(WEIGHTS))
   continued = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
   cfg = Config() if continued else fresh_config(run, own, model)         # with a checkpoint, its settings count
