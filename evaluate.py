@@ -1,18 +1,15 @@
 """What a trained model is worth: sampling, loss by position, scores of tasks, question files, pictures of a run."""
 from __future__ import annotations
-import base64, codecs, contextlib, csv, functools, html, json, math, os, re, string, struct, sys, time, zlib
+import codecs, contextlib, csv, functools, json, math, os, sys, time
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator
 import numpy as np
 from tinygrad import Tensor, TinyJit
 from tqdm import tqdm
-import atlas, data, kernels, rule
+import atlas, data, kernels
 
 VALIDATION_TOKENS = 65_536
 ANSWER_TOKENS = 48            # longest answer that is generated in evaluation
-WATCHED, SIDE, ROWS = 8192, 256, 20_000      # of mode=watch: most tokens, side of a picture, rows of numbers
-LINES = {"change": "change |M_t - M_(t-1)|", "distance": "distance |M_t - M_0|", "alpha": "forget gate alpha",
-         "theta": "momentum gate theta", "eta": "step eta", "gamma": "window, sum of gamma"}
 PIECE = 2048                  # tokens of a long row of a question file that are read at once
 
 def predictions(params:dict, cfg:atlas.Config, x:Tensor) -> tuple[Tensor, Tensor]:
@@ -247,180 +244,6 @@ def sample(params:dict, cfg:atlas.Config, prompt_ids:list[int], is_bytes:bool, t
     seconds.append(time.perf_counter() - tick)
   speed = f"{1 / np.median(seconds[3:]):.0f} tokens/s" if len(seconds) > 3 else "too short to time"
   print(f"\n--- {len(seconds)} tokens, {speed} ---")
-
-# *** watch: what a memory does while it reads, as a page ***
-class Reading(NamedTuple):
-  """What a model did at each of N tokens.  Blocks are named as in the state."""
-  logits: np.ndarray                           # (N,vocab)
-  ends: np.ndarray                             # borders of groups of tokens: rows and columns of the pictures
-  lines: dict[str, dict[str, np.ndarray]]      # block -> name -> (N,H): change, distance, gates; errors at the end
-  pictures: dict[str, np.ndarray]              # block -> (H,rows,columns): errors of recall, or shares of attention
-
-def recall_errors(p:dict, cfg:atlas.Config, state:dict, k:Tensor, v:Tensor) -> Tensor:
-  """|M(phi(k)) - v| / |v| of a state's memory, k and v (1,H,N,.) -> (H,N).  The key that a residual adds is taken away
-  again, as in atlas.answer."""
-  y = kernels.recall(cfg, atlas.memory_weights(p, cfg), state, k)
-  if atlas.has_residual(cfg): y = y - k
-  if atlas.stores_key(cfg): v = v - k
-  return ((y - v).square().sum(-1) / v.square().sum(-1)).sqrt()[0]
-def attention_shares(p:dict, cfg:atlas.Config, q:Tensor, k:Tensor, t:Tensor, groups:Tensor) -> Tensor:
-  """The attention of token t, q (1,H,1,d), to groups (N,G) of the tokens, k (1,H,N,d) -> (H,G)."""
-  H, (N, G), persist = cfg.heads, groups.shape, atlas.persistent(p, cfg)
-  oldest = (t - cfg.attn_window + 1).maximum(0) if cfg.attn_window else 0
-  if persist: persist = persist[0], Tensor.zeros(H, cfg.persist, G)
-  return atlas.softmax_attention(q, k, groups.expand(1, H, N, G), t, persist, oldest)[0, :, 0]
-def grouped(errors:np.ndarray, ends:np.ndarray) -> np.ndarray:
-  """The mean over each group of tokens, (H,N) -> (H,groups)."""
-  return np.add.reduceat(errors, ends[:-1], axis=1) / np.diff(ends)
-
-def watched(params:dict, cfg:atlas.Config, ids:list[int]) -> Reading:
-  """Reads tokens one by one.  At the end of each group, of SIDE at most, the memory is asked for all keys so far."""
-  N, softmax = len(ids), cfg.mixer == "attention"
-  blocks = {i if softmax or cfg.mixer == "memory" else f"{i}.memory": p for i, p in params["layers"].items()}
-  ends = np.linspace(0, N, min(N, SIDE) + 1).astype(int)
-  sizes = np.diff(ends)
-  groups = Tensor(np.repeat(np.eye(len(sizes), dtype=np.float32), sizes, axis=0)).realize()
-  start: dict[str, Tensor] = {}
-  for i, p in {} if softmax else blocks.items():
-    memory = kernels.initial_state(cfg, atlas.memory_weights(p, cfg), 1, cfg.key_dim)
-    start |= rule.named(i, {name: z for name, z in memory.items() if name.split(".")[0] in ("M", "low", "keys")})
-  shapes: dict[str, tuple] = {}
-  def forward(token, state):
-    h, after, inputs = atlas.hidden(params, cfg, token, state)
-    results = {"logits": atlas.linear(cfg, h, params["embed"].float()).unsqueeze(0)} | inputs
-    results |= {name: after[name] for name in start if not name.endswith(".keys")}
-    shapes.update({name: z.shape for name, z in results.items()})
-    return Tensor.cat(*[z.reshape(-1) for z in results.values()]), after       # one tensor is copied sooner than many
-  def look(memory, vectors, t):
-    def of(i, name): return vectors[f"{i}.{name}"]
-    if softmax: return [attention_shares(p, cfg, of(i, "q"), of(i, "k"), t, groups) for i, p in blocks.items()]
-    return [recall_errors(p, cfg, rule.part_of(memory, i), of(i, "k"), of(i, "v")) for i, p in blocks.items()]
-  def flat(arrays, i):                         # all matrices of a head in one row; those that grow come last
-    M, low = [sorted(rule.part_of(arrays, f"{i}.{part}").items()) for part in ("M", "low")]
-    return np.concatenate([(z.astype(np.float64) + r).reshape(cfg.heads, -1) for (_, z), (_, r) in zip(M, low)], axis=1)
-  def norms(M, earlier): return np.linalg.norm(M - np.pad(earlier, ((0, 0), (0, len(M[0]) - len(earlier[0])))), axis=1)
-
-  M_0 = {i: flat({name: z.numpy() for name, z in start.items()}, i) for i in blocks if start}
-  lines = {i: {name: np.zeros((N, cfg.heads)) for name in ("change", "distance")} for i in M_0}
-  step, looks, before, state = token_step(cfg, forward), dict[int|None, Callable](), M_0, None
-  tensor_of = functools.cache(lambda token: Tensor([[token]]).realize())
-  seen, rows = dict[str, np.ndarray](), {i: list[np.ndarray]() for i in blocks}
-  for t, token in enumerate(tqdm(ids, desc="reading", unit="token", leave=False)):
-    packed, state = step(tensor_of(token), state)
-    parts = np.split(packed.numpy(), np.cumsum([math.prod(shape) for shape in shapes.values()])[:-1])
-    results = {name: z.reshape(shape) for (name, shape), z in zip(shapes.items(), parts)}
-    M = {i: flat(results, i) for i in M_0}
-    for i, line in lines.items(): line["change"][t], line["distance"][t] = norms(M[i], before[i]), norms(M[i], M_0[i])
-    before = M
-    for name in results.keys() - start.keys():
-      z = results[name]
-      seen.setdefault(name, np.zeros((*z.shape[:2], N, *z.shape[3:]), np.float32))[:, :, t] = z[:, :, 0]
-    if t + 1 not in ends: continue
-    kept = {".q": slice(t, t + 1), ".k": slice(None), ".v": slice(None)}
-    vectors = {name: Tensor(z[:, :, kept[name[-2:]]]) for name, z in seen.items() if name[-2:] in kept}
-    jitted = looks.setdefault(atlas.room(cfg, state), TinyJit(look))
-    for row, x in zip(rows.values(), jitted({name: state[name] for name in start}, vectors, Tensor([t]))):
-      row.append(x.numpy())
-  pictures = {i: np.stack([row if softmax else grouped(row, ends) for row in z], axis=1) for i, z in rows.items()}
-  for z in pictures.values(): z[:, *np.triu_indices(len(sizes), 1)] = np.nan
-  if softmax: lines = {i: {"last": np.repeat(z[:, -1] / sizes, sizes, axis=1).T} for i, z in pictures.items()}
-  else:
-    for (i, line), x in zip(lines.items(), look(start, vectors, None)):
-      line |= {gate: np.moveaxis(seen[f"{i}.{gate}"][0], 0, 1) for gate in atlas.gate_sizes(cfg)}
-      line |= {"end": rows[i][-1].T, "start": x.numpy().T}
-  return Reading(seen["logits"][0, 0], ends, lines, pictures)
-
-def shades(x:np.ndarray) -> np.ndarray:
-  """Colours (rows,columns,4) of values from 0, dark, to 1, bright; others are clipped, NaN is clear.  Lightness rises
-  evenly, so that they can be told apart without hue."""
-  stops = np.array([(12, 10, 40), (75, 40, 120), (170, 65, 115), (235, 125, 80), (252, 235, 160)])
-  level = np.round(np.clip(np.nan_to_num(x), 0, 1) * 63) / 63 * (len(stops) - 1)
-  channels = [np.interp(level, range(len(stops)), stop) for stop in stops.T]
-  return np.stack([*channels, np.where(np.isnan(x), 0, 255)], axis=-1).astype(np.uint8)
-def png(pixels:np.ndarray) -> str:
-  """Pixels (rows,columns,4) as an image, in an address that a page can show."""
-  def chunk(kind, content):
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-  rows = np.pad(pixels.reshape(len(pixels), -1), ((0, 0), (1, 0)))           # each begins with its filter, 0: none
-  header = struct.pack(">IIBBBBB", *pixels.shape[1::-1], 8, 6, 0, 0, 0)
-  content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)) + chunk(b"IEND", b"")
-  return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + content).decode()
-def characters(ids:list[int]) -> Iterator[tuple[str, str]]:
-  """What the page shows of each byte, and its class.  A byte that no character shows is shown by its number."""
-  for char in bytes(ids).decode(errors="surrogateescape"):
-    plain, size = char.isprintable() or char == "\n", len(char.encode(errors="surrogateescape"))
-    yield (html.escape(char), "line" if char == "\n" else "one") if plain else ("", "raw")
-    yield from [("", "more" if plain else "raw")] * (size - 1)
-
-class Page:
-  """Fills in the pieces of assets/watch.html."""
-  def __init__(self, ids:list[int], is_bytes:bool, seen:Reading):
-    content = (Path(__file__).parent / "assets" / "watch.html").read_text(encoding="utf-8")
-    self.pieces = dict(re.findall(r"<!-- piece (\w+) -->\n(.*?)(?=<!-- piece|\Z)", content, re.DOTALL))
-    self.ids, self.is_bytes, self.seen = ids, is_bytes, seen
-    self.lowest = min(float(np.nanmin(z)) for z in seen.pictures.values())
-
-  def fill(self, piece:str, **values:Any) -> str: return string.Template(self.pieces[piece]).substitute(values)
-  def name(self, token:int) -> str: return html.escape(repr(bytes([token]))[1:]) if self.is_bytes else str(token)
-
-  def chart(self, label:str, values:np.ndarray) -> str:
-    top = float(values.max()) or 1.0
-    y = np.round(100 - 100 * values / top).astype(int)
-    path = f"M.5 {y[0]}" + "".join(f"l1 {step}" for step in np.diff(y))
-    return self.fill("chart", label=f"{label}, up to {top:.3g}", tokens=len(values), path=path)
-
-  def picture(self, label:str, values:np.ndarray, shape:str="square") -> str:
-    return self.fill("picture", label=label, shape=shape, source=png(shades(values)))
-
-  def head(self, block:int, i:str, head:int) -> str:
-    """The panels and numbers of one head.  Of long texts it has the numbers of every n-th token only."""
-    N, ends = len(self.ids), self.seen.ends
-    line, image = {n: z[:, head] for n, z in self.seen.lines[i].items()}, self.seen.pictures[i][head]
-    panels = "".join(self.chart(label, line[n].reshape(N, -1).sum(1)) for n, label in LINES.items() if n in line)
-    if "change" in line:
-      end, start = line["end"], line["start"]
-      errors, baseline = [(z - self.lowest) / (1 - self.lowest) for z in (image, grouped(start[None], ends))]
-      means = f"{end.mean():.3f} at the end, {end[-16:].mean():.3f} for the last 16 tokens"
-      panels += self.picture(f"recall: mean error {means}; dark {self.lowest:.2f}, bright 1", errors)
-      panels += self.picture(f"recall by M_0: mean error {start.mean():.3f}", baseline, "strip")
-    else: panels += self.picture("attention, square root", np.sqrt(image))
-    every = -(-N * len(self.seen.pictures) * len(self.seen.pictures[i]) // ROWS)
-    rows = [["token"] + [f"{n}{j or ''}" for n, z in line.items() for j in range(z[0].size)]]
-    columns = np.concatenate([z.reshape(N, -1) for z in line.values()], axis=1)
-    rows += [[str(t), *[f"{x:.5g}" for x in columns[t]]] for t in range(0, N, every)]
-    return self.fill("head", block=block, head=head + 1, panels=panels, numbers="\n".join(map("\t".join, rows)))
-
-  def whole(self, summary:str) -> str:
-    N, ids, seen, text, rows = len(self.ids), self.ids, self.seen, "", ""
-    logs = seen.logits[:, :256 if self.is_bytes else None].astype(np.float64)
-    logs -= logs.max(1, keepdims=True)
-    logs -= np.log(np.exp(logs).sum(1, keepdims=True))
-    bits = np.append(0, -logs[np.arange(N - 1), ids[1:]] / math.log(2))      # of the first token nothing is expected
-    shown = characters(ids) if self.is_bytes else ((f"{i} ", "one") for i in ids)
-    for t, (token, (content, kind)) in enumerate(zip(ids, shown)):
-      likeliest = [f"{self.name(i)} {math.exp(logs[t, i]):.5g}" for i in np.argsort(-logs[t], kind="stable")[:5]]
-      surprise = f"{bits[t]:.5g}" if t else ""
-      level = f"s{min(8, round(bits[t]))}"
-      text += f'<b class="{level} {kind}" data-b="{token:02x}" title="{surprise} bits">{content}</b>'
-      rows += f"<tr><td>{t}<td>{self.name(token)}<td>{surprise}<td>{'<td>'.join(likeliest)}\n"
-    charts = self.chart("surprise in bits", bits)
-    for n in ("change", "distance"):
-      squares = [np.square(line[n]).sum(1) for line in seen.lines.values() if n in line]
-      if squares: charts += self.chart(f"{LINES[n]}, all heads", np.sqrt(sum(squares)))
-    blocks = ""
-    for number, (i, image) in enumerate(seen.pictures.items(), 1):
-      blocks += self.fill("block", block=number, heads="".join(self.head(number, i, h) for h in range(len(image))))
-    if N > 1: summary += f"  Mean surprise {bits[1:].mean():.3f} bits."
-    return self.fill("page", summary=html.escape(summary), text=text, charts=charts, rows=rows, blocks=blocks)
-
-def watch(params:dict, cfg:atlas.Config, ids:list[int], is_bytes:bool, out:Path, weights:Path) -> None:
-  """Writes out/watch.html: what a model did while it read the tokens."""
-  settings = ", ".join(f"{name}={x}" for name, x in vars(cfg).items() if x != getattr(atlas.Config, name))
-  summary = f"{len(ids):,} {'bytes' if is_bytes else 'tokens'} read with the weights of {weights} ({settings})."
-  page = Page(ids, is_bytes, watched(params, cfg, ids)).whole(summary)
-  out.mkdir(parents=True, exist_ok=True)
-  (out / "watch.html").write_text(page, encoding="utf-8")
-  print(f"written to {out / 'watch.html'}: open it in a browser")
 
 # *** files for evaluation: text, and lines of questions ***
 def positions(params:dict, cfg:atlas.Config, text:data.Text, start_path:Path, batch:int, length:int,

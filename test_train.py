@@ -1089,7 +1089,7 @@ def test_memory_is_flat_in_a_long_sample(tokens, more):
   """A prompt of many tokens, then a sample: what is resident after a few of them is resident at the end."""
   cfg, ids = small("titans", chunk=32), rng(0).integers(0, 16, (1, tokens))
   params = atlas.init(cfg)
-  step = evaluate.token_step(params, cfg)
+  step = evaluate.token_step(cfg, functools.partial(atlas.forward, params, cfg))
   read = evaluate.reader(params, cfg, step)
   read(ids[:, :1000])
   early = resident_mb()

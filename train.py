@@ -19,7 +19,7 @@ from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, NUM_CPU_THREADS, Context
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
-import atlas, data, evaluate, kernels, rule
+import atlas, data, evaluate, kernels, rule, watch
 from atlas import Config
 from data import Saved, Task, Text, refuse
 try: import fcntl, resource
@@ -679,8 +679,8 @@ def resolve(own:dict, model:dict) -> Job:
   if start: params = restored(run, cfg, start, source, bool(lines))
   is_bytes = start.meta["text"]["is_bytes"] if start else not ids
   prompt = () if task else tuple(evaluate.prompt_ids(run.prompt, cfg, is_bytes))
-  too_long = run.mode == "watch" and len(prompt) > evaluate.WATCHED
-  refuse(too_long, f"prompt has {len(prompt)} tokens, and mode=watch reads {evaluate.WATCHED}: give a shorter text")
+  too_long = run.mode == "watch" and len(prompt) > watch.TOKENS
+  refuse(too_long, f"prompt has {len(prompt)} tokens, and mode=watch reads {watch.TOKENS}: give a shorter text")
   if run.init_from and not start: params = imported(run, cfg)
   if trains: check_out(out)
   check_band = run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET
@@ -760,7 +760,7 @@ def perform(job:Job, own:dict, model:dict) -> int:
     if not start: print(f"out={run.out} has no checkpoint: the weights are those of {WEIGHTS}")
     is_bytes = not start or start.meta["text"]["is_bytes"]
     if run.mode == "sample": speak(job, params, is_bytes)
-    else: evaluate.watch(params, cfg, list(job.prompt), is_bytes, Path(run.out), start.path if start else WEIGHTS)
+    else: watch.watch(params, cfg, list(job.prompt), is_bytes, Path(run.out), start.path if start else WEIGHTS)
   elif start and params:
     if run.mode == "export":
       path, flat = Path(run.out) / "weights.safetensors", get_state_dict(params)
