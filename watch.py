@@ -69,7 +69,7 @@ class Reader:
     self.jitted: dict[int|None, Any] = {}
 
   def forward(self, token:Tensor, state:dict|None) -> tuple[Tensor, dict]:
-  
+    """One token's logits, the inputs of all heads and the memories after it, in one tensor, which is copied at once."""
     h, after, inputs = atlas.hidden(self.params, self.cfg, token, state)
     logits = atlas.linear(self.cfg, h, self.params["embed"].float())
     results = {"logits": logits.unsqueeze(0)} | inputs
