@@ -445,8 +445,7 @@ def written(cache:Tensor|None, new:Tensor, place:Place, length:int) -> Tensor:
   if cache is not None and place: new = cache[:, :, :place].cat(new, dim=2)
   return lengthened(new, length)
 # *** the mixers: x (B,T,dim), normalised -> (B,T,dim), state, inputs of the heads ***
-def single_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
-  """A memory or attention alone."""
+def single_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:       # a memory or attention alone
   y, after, inputs = (attention_heads if cfg.mixer == "attention" else memory_heads)(p, cfg, x, state)
   return linear(cfg, y, p["out"]), after, inputs
 

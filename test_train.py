@@ -1382,5 +1382,5 @@ def test_the_page_of_a_text_shows_it_byte_for_byte_with_the_numbers_of_the_defin
       length = np.linalg.norm
       errors = [length(z @ k[t] - v[t]) / length(v[t]) for z in (M[-1], M[0])]
       norms = length(M[t + 1] - M[t]), length(M[t + 1] - M[0])
-      expected = [t, *norms, eta[t], *gamma[t], alpha[t], theta[t], *errors]
+      expected = [t, *norms, *errors, eta[t], *gamma[t], alpha[t], theta[t]]
       assert record("numbers of mode=watch", np.abs(shown / expected - 1).max()) < 1e-4

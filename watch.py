@@ -60,10 +60,10 @@ class Reader:
     sizes = np.diff(self.ends)
     self.groups = Tensor(np.repeat(np.eye(len(sizes), dtype=np.float32), sizes, axis=0)).realize()
     self.start: dict[str, Tensor] = {}                   # the memories before the first token
-    for i, p in self.blocks.items():
-      if self.softmax: break
+    for i, p in {} if self.softmax else self.blocks.items():
       memory = kernels.initial_state(cfg, atlas.memory_weights(p, cfg), 1, cfg.key_dim)
-      self.start |= {f"{i}.{name}": z for name, z in memory.items() if name.split(".")[0] in ("M", "low", "keys")}
+      for name, z in memory.items():
+        if name.startswith(("M.", "low.", "keys")): self.start[f"{i}.{name}"] = z
     self.shapes: dict[str, tuple] = {}
     self.step = evaluate.token_step(cfg, self.forward)
     self.jitted: dict[int|None, Any] = {}
@@ -79,7 +79,8 @@ class Reader:
 
   def unpacked(self, packed:np.ndarray) -> Arrays:
     borders = np.cumsum([math.prod(shape) for shape in self.shapes.values()])[:-1]
-    return {name: z.reshape(shape) for (name, shape), z in zip(self.shapes.items(), np.split(packed, borders))}
+    pieces = np.split(packed, borders)
+    return {name: z.reshape(shape) for (name, shape), z in zip(self.shapes.items(), pieces)}
 
   def look(self, memories:dict, vectors:dict, t:Tensor) -> list[Tensor]:
     """Errors of recall (H,N) of every block's memory, or the attention of token t (H,groups)."""
@@ -92,11 +93,12 @@ class Reader:
 
   def looked(self, state:dict, seen:Arrays, t:int) -> list[np.ndarray]:
     """See look.  Keys behind token t are zeros in `seen`, and mean nothing in the result."""
-    vectors = {name: z for name, z in seen.items() if name.endswith((".k", ".v"))}
-    vectors |= {name: z[:, :, t:t + 1] for name, z in seen.items() if name.endswith(".q")}
-    jitted = self.jitted.setdefault(atlas.room(self.cfg, state), TinyJit(self.look))
+    vectors = {name: Tensor(z) for name, z in seen.items() if name.endswith((".k", ".v"))}
+    for name, z in seen.items():
+      if name.endswith(".q"): vectors[name] = Tensor(z[:, :, t:t + 1])
     memories = {name: state[name] for name in self.start}
-    return [z.numpy() for z in jitted(memories, {name: Tensor(z) for name, z in vectors.items()}, Tensor([t]))]
+    jitted = self.jitted.setdefault(atlas.room(self.cfg, state), TinyJit(self.look))
+    return [z.numpy() for z in jitted(memories, vectors, Tensor([t]))]
 
   def flat(self, arrays:dict[str, Any], i:str) -> np.ndarray:
     """All matrices of block i's memory, (H,numbers); coefficients, which grow in number, come last."""
@@ -106,14 +108,17 @@ class Reader:
 
 def norms(M:np.ndarray, earlier:np.ndarray) -> np.ndarray:
   """|M - earlier| of every head."""
-  return np.linalg.norm(M - np.pad(earlier, ((0, 0), (0, M.shape[1] - earlier.shape[1]))), axis=1)
+  added = M.shape[1] - earlier.shape[1]
+  return np.linalg.norm(M - np.pad(earlier, ((0, 0), (0, added))), axis=1)
 
 def read(params:dict, cfg:atlas.Config, ids:list[int]) -> Reading:
   """Reads tokens one by one.  At the end of each group the memory is asked for the keys of all tokens so far."""
   N, reader = len(ids), Reader(params, cfg, len(ids))
-  ends, blocks, state = reader.ends, reader.blocks, None
-  M_0 = {i: reader.flat({name: z.numpy() for name, z in reader.start.items()}, i) for i in blocks if reader.start}
-  lines: dict[str, Arrays] = {i: {name: np.zeros((N, cfg.heads)) for name in ("change", "distance")} for i in M_0}
+  ends, state = reader.ends, None
+  start = {name: z.numpy() for name, z in reader.start.items()}
+  M_0 = {i: reader.flat(start, i) for i in reader.blocks if start}
+  lines: dict[str, Arrays] = {}
+  for i in M_0: lines[i] = {name: np.zeros((N, cfg.heads)) for name in ("change", "distance")}
   tensor_of = functools.cache(lambda token: Tensor([[token]]).realize())
   seen, looks, before = Arrays(), list[list](), M_0
   for t, token in enumerate(tqdm(ids, desc="reading", unit="token", leave=False)):
@@ -124,24 +129,24 @@ def read(params:dict, cfg:atlas.Config, ids:list[int]) -> Reading:
       line["change"][t] = norms(M[i], before[i])
       line["distance"][t] = norms(M[i], M_0[i])
     before = M
-    for name in results.keys() - reader.start.keys():
-      z = results[name]
+    for name, z in results.items():
+      if name in start: continue
       if t == 0: seen[name] = np.zeros((*z.shape[:2], N, *z.shape[3:]), np.float32)
       seen[name][:, :, t] = z[:, :, 0]
     if t + 1 in ends: looks.append(reader.looked(state, seen, t))
 
   pictures = {}
-  for i, rows in zip(blocks, zip(*looks)):
+  for i, rows in zip(reader.blocks, zip(*looks)):
     pictures[i] = np.stack([row if reader.softmax else grouped(row, ends) for row in rows], axis=1)
     pictures[i][:, *np.triu_indices(len(ends) - 1, 1)] = np.nan
-    if reader.softmax:
-      sizes = np.diff(ends)
-      lines[i] = {"last": np.repeat(rows[-1] / sizes, sizes, axis=1).T}
-  if reader.start:
-    vectors = {name: Tensor(z) for name, z in seen.items()}
-    for (i, line), end, start in zip(lines.items(), looks[-1], reader.look(reader.start, vectors, Tensor([N]))):
-      line |= {gate: np.moveaxis(seen[f"{i}.{gate}"][0], 0, 1) for gate in atlas.gate_sizes(cfg)}
-      line |= {"end": end.T, "start": start.numpy().T}
+  for i, last in zip(reader.blocks, looks[-1]):
+    sizes = np.diff(ends)
+    if reader.softmax: lines[i] = {"last": np.repeat(last / sizes, sizes, axis=1).T}
+    else: lines[i]["end"] = last.T
+  vectors = {name: Tensor(z) for name, z in seen.items()}
+  for (i, line), errors in zip(lines.items(), reader.look(reader.start, vectors, Tensor([N])) if start else []):
+    line["start"] = errors.numpy().T
+    for gate in atlas.gate_sizes(cfg): line[gate] = np.moveaxis(seen[f"{i}.{gate}"][0], 0, 1)
   return Reading(seen["logits"][0, 0], ends, lines, pictures)
 
 # *** pictures ***
@@ -208,10 +213,12 @@ class Page:
     panels = "".join(self.chart(label, line[name].sum(1)) for name, label in CHARTS.items() if name in line)
     if "end" in line: panels += self.recall(images[head], line["end"][:, 0], line["start"][:, 0])
     else: panels += self.picture("attention, square root", np.sqrt(images[head]))
-    names = [f"{name}{j or ''}" for name, z in line.items() for j in range(z.shape[1])]
-    columns, every = np.concatenate(list(line.values()), axis=1), -(-N * len(images) * len(self.seen.pictures) // ROWS)
-    rows = [["token", *names]] + [[str(t), *[f"{x:.5g}" for x in columns[t]]] for t in range(0, N, every)]
-    return self.fill("head", block=block, head=head + 1, panels=panels, numbers="\n".join(map("\t".join, rows)))
+    columns = np.concatenate(list(line.values()), axis=1)
+    every = -(-N * len(images) * len(self.seen.pictures) // ROWS)
+    rows = [["token"] + [f"{name}{j or ''}" for name, z in line.items() for j in range(z.shape[1])]]
+    for t in range(0, N, every): rows.append([str(t), *[f"{x:.5g}" for x in columns[t]]])
+    numbers = "\n".join("\t".join(row) for row in rows)
+    return self.fill("head", block=block, head=head + 1, panels=panels, numbers=numbers)
 
   def tokens(self, logs:np.ndarray, bits:np.ndarray) -> tuple[str, str]:
     """The text, and the rows of its numbers."""
