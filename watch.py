@@ -33,7 +33,8 @@ def recall_errors(p:dict, cfg:atlas.Config, state:dict, k:Tensor, v:Tensor) -> T
   y = kernels.recall(cfg, atlas.memory_weights(p, cfg), state, k)
   if atlas.has_residual(cfg): y = y - k
   if atlas.stores_key(cfg): v = v - k
-  return ((y - v).square().sum(-1) / v.square().sum(-1)).sqrt()[0]
+  error, size = (y - v).square().sum(-1), v.square().sum(-1)
+  return (error / size).sqrt()[0]
 
 def attention_shares(p:dict, cfg:atlas.Config, q:Tensor, k:Tensor, t:Tensor, groups:Tensor) -> Tensor:
   """The attention of token t, q (1,H,1,d), to groups (N,G) of the tokens, k (1,H,N,d) -> (H,G).  It is the output of
@@ -58,7 +59,8 @@ class Reader:
     self.blocks = {f"{i}{prefix}": p for i, p in params["layers"].items()}
     self.ends = np.linspace(0, length, min(length, SIDE) + 1).astype(int)
     sizes = np.diff(self.ends)
-    self.groups = Tensor(np.repeat(np.eye(len(sizes), dtype=np.float32), sizes, axis=0)).realize()
+    names = np.eye(len(sizes), dtype=np.float32)
+    self.groups = Tensor(np.repeat(names, sizes, axis=0)).realize()
     self.start: dict[str, Tensor] = {}                   # the memories before the first token
     for i, p in {} if self.softmax else self.blocks.items():
       memory = kernels.initial_state(cfg, atlas.memory_weights(p, cfg), 1, cfg.key_dim)
@@ -75,7 +77,8 @@ class Reader:
     results = {"logits": logits.unsqueeze(0)} | inputs
     results |= {name: after[name] for name in self.start if not name.endswith(".keys")}
     self.shapes |= {name: z.shape for name, z in results.items()}
-    return Tensor.cat(*[z.reshape(-1) for z in results.values()]), after
+    packed = Tensor.cat(*[z.reshape(-1) for z in results.values()])
+    return packed, after
 
   def unpacked(self, packed:np.ndarray) -> Arrays:
     borders = np.cumsum([math.prod(shape) for shape in self.shapes.values()])[:-1]
@@ -97,13 +100,17 @@ class Reader:
     for name, z in seen.items():
       if name.endswith(".q"): vectors[name] = Tensor(z[:, :, t:t + 1])
     memories = {name: state[name] for name in self.start}
-    jitted = self.jitted.setdefault(atlas.room(self.cfg, state), TinyJit(self.look))
+    room = atlas.room(self.cfg, state)
+    jitted = self.jitted.setdefault(room, TinyJit(self.look))
     return [z.numpy() for z in jitted(memories, vectors, Tensor([t]))]
 
   def flat(self, arrays:dict[str, Any], i:str) -> np.ndarray:
     """All matrices of block i's memory, (H,numbers); coefficients, which grow in number, come last."""
     M, low = [rule.part_of(arrays, f"{i}.{part}") for part in ("M", "low")]
-    rows = [(M[name].astype(np.float64) + low[name]).reshape(self.cfg.heads, -1) for name in sorted(M)]
+    rows = []
+    for name in sorted(M):
+      matrix = M[name].astype(np.float64) + low[name]
+      rows.append(matrix.reshape(self.cfg.heads, -1))
     return np.concatenate(rows, axis=1)
 
 def norms(M:np.ndarray, earlier:np.ndarray) -> np.ndarray:
@@ -118,7 +125,8 @@ def read(params:dict, cfg:atlas.Config, ids:list[int]) -> Reading:
   start = {name: z.numpy() for name, z in reader.start.items()}
   M_0 = {i: reader.flat(start, i) for i in reader.blocks if start}
   lines: dict[str, Arrays] = {}
-  for i in M_0: lines[i] = {name: np.zeros((N, cfg.heads)) for name in ("change", "distance")}
+  for i in M_0:
+    lines[i] = {name: np.zeros((N, cfg.heads)) for name in ("change", "distance")}
   tensor_of = functools.cache(lambda token: Tensor([[token]]).realize())
   seen, looks, before = Arrays(), list[list](), M_0
   for t, token in enumerate(tqdm(ids, desc="reading", unit="token", leave=False)):
@@ -131,37 +139,46 @@ def read(params:dict, cfg:atlas.Config, ids:list[int]) -> Reading:
     before = M
     for name, z in results.items():
       if name in start: continue
-      if t == 0: seen[name] = np.zeros((*z.shape[:2], N, *z.shape[3:]), np.float32)
+      if t == 0:
+        B, H, _, *size = z.shape
+        seen[name] = np.zeros((B, H, N, *size), np.float32)
       seen[name][:, :, t] = z[:, :, 0]
     if t + 1 in ends: looks.append(reader.looked(state, seen, t))
 
   pictures = {}
-  for i, rows in zip(reader.blocks, zip(*looks)):
-    pictures[i] = np.stack([row if reader.softmax else grouped(row, ends) for row in rows], axis=1)
+  for i, errors in zip(reader.blocks, zip(*looks)):
+    rows = errors if reader.softmax else [grouped(z, ends) for z in errors]
+    pictures[i] = np.stack(rows, axis=1)
     pictures[i][:, *np.triu_indices(len(ends) - 1, 1)] = np.nan
+  sizes = np.diff(ends)
   for i, last in zip(reader.blocks, looks[-1]):
-    sizes = np.diff(ends)
-    if reader.softmax: lines[i] = {"last": np.repeat(last / sizes, sizes, axis=1).T}
-    else: lines[i]["end"] = last.T
+    if not reader.softmax: lines[i]["end"] = last.T
+    else: lines[i] = {"last": np.repeat(last / sizes, sizes, axis=1).T}
   vectors = {name: Tensor(z) for name, z in seen.items()}
-  for (i, line), errors in zip(lines.items(), reader.look(reader.start, vectors, Tensor([N])) if start else []):
-    line["start"] = errors.numpy().T
-    for gate in atlas.gate_sizes(cfg): line[gate] = np.moveaxis(seen[f"{i}.{gate}"][0], 0, 1)
-  return Reading(seen["logits"][0, 0], ends, lines, pictures)
+  baselines = reader.look(reader.start, vectors, Tensor([N])) if start else []
+  for (i, line), baseline in zip(lines.items(), baselines):
+    line["start"] = baseline.numpy().T
+    for gate in atlas.gate_sizes(cfg):
+      line[gate] = np.moveaxis(seen[f"{i}.{gate}"][0], 0, 1)
+  logits = seen["logits"][0, 0]
+  return Reading(logits, ends, lines, pictures)
 
 # *** pictures ***
 def shades(x:np.ndarray) -> np.ndarray:
   """Colours (rows,columns,4) of values from 0, dark, to 1, bright; others are clipped, NaN is clear.  Lightness rises
   evenly, so that they can be told apart without hue."""
   stops = np.array([(12, 10, 40), (75, 40, 120), (170, 65, 115), (235, 125, 80), (252, 235, 160)])
-  level = np.round(np.clip(np.nan_to_num(x), 0, 1) * 63) / 63 * (len(stops) - 1)
+  level = np.clip(np.nan_to_num(x), 0, 1)
+  level = np.round(level * 63) / 63 * (len(stops) - 1)                     # 64 colours, so that files are small
   channels = [np.interp(level, range(len(stops)), stop) for stop in stops.T]
-  return np.stack([*channels, np.where(np.isnan(x), 0, 255)], axis=-1).astype(np.uint8)
+  opacity = np.where(np.isnan(x), 0, 255)
+  return np.stack([*channels, opacity], axis=-1).astype(np.uint8)
 
 def png(pixels:np.ndarray) -> str:
   """Pixels (rows,columns,4) as an image, in an address that a page can show."""
   def chunk(kind, content):
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    size, check = [struct.pack(">I", n) for n in (len(content), zlib.crc32(kind + content))]
+    return size + kind + content + check
   height, width, _ = pixels.shape
   header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
   rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))              # each begins with its filter, 0: none
@@ -188,7 +205,9 @@ class Page:
     self.lowest = min(float(np.nanmin(z)) for z in seen.pictures.values())
 
   def fill(self, piece:str, **values:Any) -> str: return string.Template(self.pieces[piece]).substitute(values)
-  def name(self, token:int) -> str: return html.escape(repr(bytes([token]))[1:]) if self.is_bytes else str(token)
+  def name(self, token:int) -> str:
+    if not self.is_bytes: return str(token)
+    return html.escape(repr(bytes([token]))[1:])
 
   def chart(self, label:str, values:np.ndarray) -> str:
     top = float(values.max()) or 1.0
@@ -210,13 +229,17 @@ class Page:
     """The panels and the numbers of one head."""
     N, images = len(self.ids), self.seen.pictures[i]
     line = {name: z[:, head].reshape(N, -1) for name, z in self.seen.lines[i].items()}
-    panels = "".join(self.chart(label, line[name].sum(1)) for name, label in CHARTS.items() if name in line)
+    panels = ""
+    for name, label in CHARTS.items():
+      if name in line: panels += self.chart(label, line[name].sum(1))
     if "end" in line: panels += self.recall(images[head], line["end"][:, 0], line["start"][:, 0])
     else: panels += self.picture("attention, square root", np.sqrt(images[head]))
     columns = np.concatenate(list(line.values()), axis=1)
     every = -(-N * len(images) * len(self.seen.pictures) // ROWS)
-    rows = [["token"] + [f"{name}{j or ''}" for name, z in line.items() for j in range(z.shape[1])]]
-    for t in range(0, N, every): rows.append([str(t), *[f"{x:.5g}" for x in columns[t]]])
+    names = [f"{name}{j or ''}" for name, z in line.items() for j in range(z.shape[1])]
+    rows = [["token", *names]]
+    for t in range(0, N, every):
+      rows.append([str(t), *[f"{x:.5g}" for x in columns[t]]])
     numbers = "\n".join("\t".join(row) for row in rows)
     return self.fill("head", block=block, head=head + 1, panels=panels, numbers=numbers)
 
@@ -237,14 +260,17 @@ class Page:
     logs = self.seen.logits[:, :256 if self.is_bytes else None].astype(np.float64)
     logs -= logs.max(1, keepdims=True)
     logs -= np.log(np.exp(logs).sum(1, keepdims=True))
-    bits = -logs[np.arange(len(self.ids) - 1), self.ids[1:]] / math.log(2)
+    places = np.arange(len(self.ids) - 1)
+    bits = -logs[places, self.ids[1:]] / math.log(2)
     if len(bits): summary += f"  Mean surprise {bits.mean():.3f} bits."
     bits = np.append(0, bits)                            # nothing is expected of the first token
     text, rows = self.tokens(logs, bits)
     charts, blocks = self.chart("surprise in bits", bits), ""
     for name in ("change", "distance"):
-      squares = [np.square(line[name]).sum(1) for line in self.seen.lines.values() if name in line]
-      if squares: charts += self.chart(f"{CHARTS[name]}, all heads", np.sqrt(sum(squares)))
+      lines = [line[name] for line in self.seen.lines.values() if name in line]
+      if not lines: continue
+      squares = np.square(np.concatenate(lines, axis=1))
+      charts += self.chart(f"{CHARTS[name]}, all heads", np.sqrt(squares.sum(1)))
     for number, (i, images) in enumerate(self.seen.pictures.items(), 1):
       heads = "".join(self.head(number, i, head) for head in range(len(images)))
       blocks += self.fill("block", block=number, heads=heads)
