@@ -83,7 +83,8 @@ class Reader:
   def unpacked(self, packed:np.ndarray) -> Arrays:
     borders = np.cumsum([math.prod(shape) for shape in self.shapes.values()])[:-1]
     pieces = np.split(packed, borders)
-    return {name: z.reshape(shape) for (name, shape), z in zip(self.shapes.items(), pieces)}
+    named = zip(self.shapes.items(), pieces)
+    return {name: z.reshape(shape) for (name, shape), z in named}
 
   def look(self, memories:dict, vectors:dict, t:Tensor) -> list[Tensor]:
     """Errors of recall (H,N) of every block's memory, or the attention of token t (H,groups)."""
@@ -204,7 +205,8 @@ class Page:
     self.ids, self.is_bytes, self.seen = ids, is_bytes, seen
     self.lowest = min(float(np.nanmin(z)) for z in seen.pictures.values())
 
-  def fill(self, piece:str, **values:Any) -> str: return string.Template(self.pieces[piece]).substitute(values)
+  def fill(self, piece:str, **values:Any) -> str:
+    return string.Template(self.pieces[piece]).substitute(values)
   def name(self, token:int) -> str:
     if not self.is_bytes: return str(token)
     return html.escape(repr(bytes([token]))[1:])
