@@ -3,7 +3,7 @@
 Without arguments it trains the small `atlas` preset on the source text of Python's own library and prints a sample."""
 from __future__ import annotations
 import csv, functools, hashlib, inspect, itertools, json, math, multiprocessing, os, pickle, platform, re, shutil
-import signal, sqlite3, subprocess, sys, tempfile
+import signal, sqlite3, sys, tempfile
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -163,14 +163,6 @@ def check_device() -> None:
   open_cache()
   attempt(computed, "no usable tinygrad device", "for the CPU install clang (pip install '.[cpu]' or apt-get install "
           "clang), or name another, DEV=CUDA for example")
-  if kernels.on_cpu(Device.DEFAULT):
-    version = subprocess.run([os.environ.get("CC", "clang"), "--version"], capture_output=True, text=True).stdout
-    if line := slow_compiler(version): warn(line)
-def slow_compiler(version:str) -> str:
-  """What to say of a compiler: clang 14 and 15 need minutes for a kernel that clang 16 to 23 compile in seconds."""
-  number = re.search(r"^(?!Apple).*clang version (\d|1[0-5])\b", version)
-  advice = "needs minutes for some kernels: pip install '.[cpu]' brings a newer one"
-  return f"warning: clang {number[1]} {advice}" if number else ""
 def check_dtype(cfg:Config) -> None:
   """A device may have no other precision than float32 for dense products, forward or backward."""
   x, w, fault = Tensor([[1.0, 2.0]]), Tensor([[3.0, 5.0]]), f"dtype={cfg.dtype} does not run on {Device.DEFAULT}"
