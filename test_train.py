@@ -1203,7 +1203,7 @@ def test_the_page_of_a_text_shows_it_byte_for_byte_with_the_numbers_of_the_defin
     box = evaluated("(({x, y}) => [x, y])(document.querySelectorAll('#text b')[3].getBoundingClientRect())")
     call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 3, y=box[1] + 5)
     assert evaluated("[...document.querySelectorAll('#now tr')].length") == 5
-    assert evaluated("document.querySelector('#now div').textContent").startswith("token 3 is 'r'")
+    assert evaluated("document.querySelector('#now div').textContent").startswith("Token 3 is 'r'")
     rows = evaluated("[...document.querySelectorAll('#numbers tbody tr')].map("
                      "row => [...row.cells].map(cell => cell.textContent))")
     methods = {event["method"] for event in events}

@@ -24,7 +24,7 @@ class Reading(NamedTuple):
   """What a model did at each of N tokens.  Blocks are named as in the state."""
   logits: np.ndarray            # (N,vocab)
   ends: np.ndarray              # borders of the groups of tokens: rows and columns of the pictures
-  lines: dict[str, Arrays]      # block -> name -> (N,H) or (N,H,window): CHARTS; errors of M_N (end), M_0 (start)
+  lines: dict[str, Arrays]      # block -> name -> (N,H) or (N,H,window): CHARTS; errors of M_N (error) and M_0
   pictures: Arrays              # block -> (H,time,group): errors of recall, or shares of attention; NaN: not read yet
 
 def recall_errors(p:dict, cfg:atlas.Config, state:dict, k:Tensor, v:Tensor) -> Tensor:
@@ -153,12 +153,12 @@ def read(params:dict, cfg:atlas.Config, ids:list[int]) -> Reading:
     pictures[i][:, *np.triu_indices(len(ends) - 1, 1)] = np.nan
   sizes = np.diff(ends)
   for i, last in zip(reader.blocks, looks[-1]):
-    if not reader.softmax: lines[i]["end"] = last.T
+    if not reader.softmax: lines[i]["error"] = last.T
     else: lines[i] = {"last": np.repeat(last / sizes, sizes, axis=1).T}
   vectors = {name: Tensor(z) for name, z in seen.items()}
   baselines = reader.look(reader.start, vectors, Tensor([N])) if start else []
   for (i, line), baseline in zip(lines.items(), baselines):
-    line["start"] = baseline.numpy().T
+    line["error_M_0"] = baseline.numpy().T
     for gate in atlas.gate_sizes(cfg):
       line[gate] = np.moveaxis(seen[f"{i}.{gate}"][0], 0, 1)
   logits = seen["logits"][0, 0]
@@ -234,7 +234,7 @@ class Page:
     panels = ""
     for name, label in CHARTS.items():
       if name in line: panels += self.chart(label, line[name].sum(1))
-    if "end" in line: panels += self.recall(images[head], line["end"][:, 0], line["start"][:, 0])
+    if "error" in line: panels += self.recall(images[head], line["error"][:, 0], line["error_M_0"][:, 0])
     else: panels += self.picture("attention, square root", np.sqrt(images[head]))
     columns = np.concatenate(list(line.values()), axis=1)
     every = -(-N * len(images) * len(self.seen.pictures) // ROWS)
