@@ -3,7 +3,8 @@
 python -m pytest -q test_train.py            the main paths
 python -m pytest -q test_train.py -m runs    drawn bad input, kills and full disks, the step cache, experiments"""
 # test_atlas comes first, because it sets variables that tinygrad reads when it is imported.
-from test_atlas import PRESETS, SMALL, cases, marked, relative, resident_mb, rng, runs, slow, small, windows
+from test_atlas import PRESETS, SMALL, array, cases, marked, norm, oracle, record, relative, resident_mb, rng, runs
+from test_atlas import sigmoid, slow, small, unit, windows
 import contextlib, csv, dataclasses, functools, importlib.util, itertools, json, math, operator, os, pickle
 import re, resource, shlex, shutil, signal, subprocess, sys, time
 from collections import Counter, defaultdict
@@ -426,7 +427,7 @@ BAD = """
   mlp_ratio=inf -> take 1024 or less | preset=dot anchors=0 -> 1 or more | batch=999 devices=999 -> 64 or less
   mode=bench devices=2 -> for training | task=mqar:seed=1 -> give seed=1 | task=mqar length=63 -> take 64
   task=niah vocab=99 -> made of bytes | data=/nowhere -> does not exist | length=9000000 -> too short
-  vocab=50 -> outside vocab=50 | mode=sample -> has no checkpoint | mode=plot -> no log.csv
+  vocab=50 -> outside vocab=50 | mode=eval -> has no checkpoint | mode=plot -> no log.csv
   init_from=/nowhere -> does not exist | out=/dev/null/x -> is a file | data=/dev/zero -> is neither a file
   data=empty.txt -> is empty | data=short.txt -> too short | data=header.bin -> copy it again
   data=cut.bin -> copy it again | data=later.bin -> version 2, not 1 | data=t.bin length=8 -> give vocab=
@@ -1097,3 +1098,123 @@ def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
   shown = capsys.readouterr().out
   assert re.search(r"small +fused .*\nsmall +ops .*\n +fused is [\d.]+ times as fast", shown)
   assert float(shown.split("outputs and gradients ")[1].split()[0]) < 1e-5
+
+# *** the page of mode=watch ***
+@contextlib.contextmanager
+def opened(page):
+  """A page in headless Chromium.  Yields a function that calls a method of the DevTools protocol, a function that
+  evaluates JavaScript, and the events so far."""
+  (command_in, command_out), (answer_in, answer_out) = os.pipe(), os.pipe()
+  flags = "--headless=new --no-sandbox --disable-gpu --user-data-dir=profile --remote-debugging-pipe"
+  command = f"exec chromium {flags} 3<&{command_in} 4>&{answer_out}"
+  process = subprocess.Popen(["bash", "-c", command], pass_fds=(command_in, answer_out), stderr=subprocess.DEVNULL)
+  answers, numbers, events, session = os.fdopen(answer_in, "rb"), itertools.count(1), list[dict](), dict[str, str]()
+  def message(): return json.loads(b"".join(iter(lambda: answers.read(1), b"\0")))
+  def call(method, **params):
+    number = next(numbers)
+    os.write(command_out, json.dumps({"id": number, "method": method, "params": params} | session).encode() + b"\0")
+    while (answer := message()).get("id") != number: events.append(answer)
+    return answer["result"]
+  def evaluated(script): return call("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+  try:
+    target = call("Target.createTarget", url="about:blank")["targetId"]
+    session["sessionId"] = call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+    for domain in ("Runtime", "Log", "Network", "Page"): call(f"{domain}.enable")
+    call("Page.navigate", url=page.absolute().as_uri())
+    while not any(event.get("method") == "Page.loadEventFired" for event in events): events.append(message())
+    yield call, evaluated, events
+  finally:
+    process.terminate()
+    process.wait()
+    for pipe in (command_in, command_out, answer_out): os.close(pipe)
+    answers.close()
+
+def computed(params, cfg, ids):
+  """A model of one block with a linear memory, in float64: logits, and of each head the keys, values, gates and M_t."""
+  p = {name: array(z) for name, z in get_state_dict(params).items()}
+  block = {name.removeprefix("layers.0."): z for name, z in p.items()}
+  def heads(z): return z.reshape(len(z), cfg.heads, -1).swapaxes(0, 1)
+  def silu(z): return z * sigmoid(z)
+  stream = p["embed"][ids]
+  x = norm(stream) * block["norm1"]
+  q, k, v = [heads(z) for z in np.split(x @ block["qkv"].T, 3, axis=1)]
+  q, k, v = unit(q), unit(k), silu(v)
+  v = v / np.sqrt(1 + np.square(v).sum(-1, keepdims=True))
+  columns = np.cumsum(list(atlas.gate_sizes(cfg).values()))[:-1]
+  gates = sigmoid(x @ block["gates"].T + block["gate_bias"])
+  eta, gamma, alpha, theta = [heads(z) for z in np.split(gates, columns, axis=1)]
+  eta, gamma = eta * atlas.rule.LOSSES["l2"].bound / cfg.chunk, gamma / cfg.window * (1 - theta)
+  results, ys = [], []
+  for W, *head in zip(block["memory.W"] * atlas.INIT.first, q, k, v, alpha[..., 0], theta[..., 0], eta[..., 0], gamma):
+    def outputs(queries): return oracle(cfg, {"W": W}, queries, *head[1:], toward={"W": W})
+    rows = [outputs(np.tile(e, (len(ids), 1))) for e in np.eye(cfg.key_dim)]               # M_t e, for all t
+    results.append((*head[1:], np.concatenate([W[None], np.stack(rows, axis=-1)])))
+    ys.append(norm(outputs(head[0])) * block["out_norm"])
+  y = np.concatenate(ys, axis=1) * silu(x @ block["out_gate"].T + block["out_gate_bias"])
+  stream = stream + y @ block["out"].T
+  gate, value = np.split(norm(stream) * block["norm2"] @ block["mlp_in"].T, 2, axis=1)
+  stream = stream + (silu(gate) * value) @ block["mlp_out"].T
+  return norm(stream) * p["norm"] @ p["embed"].T, results
+
+@runs
+@cases("name,more", [("transformer++", ""), ("swa", "attn_window=3 persist=2"), ("dot", ""),
+                     ("titans_mac", "attn_window=3")])
+def test_attention_shows_its_weights_and_any_memory_what_it_recalls(name, more, run):
+  written("text", b"Ada and Bob. " * 20)
+  run(f"preset={name} steps=1 data=text {TINY} {more} length=8 eval_every=0")
+  assert "mode=watch reads 8192" in run(f"mode=watch prompt={'a' * 8193}", 2).err
+  run("mode=watch prompt=abcabcabc")
+  page = Path("out/watch.html").read_text()
+  assert page.count("<section>") == 2
+  assert ("attention, square root" in page) == (name in ("transformer++", "swa")) == ("recall by M_0" not in page)
+
+WEIGHTS_BITS = 1.76                      # bits per byte of assets/atlas.safetensors on the library's validation text
+def test_the_weights_in_assets_predict_pythons_library_and_serve_where_out_has_none(run):
+  assert train.WEIGHTS.stat().st_size < 2e6 and data.read_file(train.WEIGHTS).meta["text"]["is_bytes"]
+  cfg, params = atlas.load(train.WEIGHTS)
+  bits = evaluate.evaluator(params, cfg, data.load("python", 256, 128).val, 4, 256)(16_384).mean()
+  assert abs(bits - WEIGHTS_BITS) < 0.1
+  assert f"the weights are those of {train.WEIGHTS}" in run("mode=sample prompt=class tokens=3").out
+
+CONTENT = b'<script>throw 1</script>\0\xff caf\xc3\xa9 "&\' \xe2\x80\xae\r\n' + b"Ada Ada Ada \t" * 3
+@runs
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_the_page_of_a_text_shows_it_byte_for_byte_with_the_numbers_of_the_definition(run, monkeypatch, folder):
+  cfg = small("gated_deltanet", layers=1, momentum=True, window=2, conv=0, chunk=3, vocab=256)
+  params = atlas.init(cfg, seed=1)
+  monkeypatch.setattr(train, "WEIGHTS", folder / "weights.safetensors")
+  atlas.save(train.WEIGHTS, get_state_dict(params), {"config": dataclasses.asdict(cfg)})
+  written("text", CONTENT)
+  assert "weights are those of" in run("mode=watch prompt=@text").out
+  page = Path("out/watch.html")
+  assert not re.search(r'(src|href)="(?!data:)|url\(|@import|https?:', page.read_text())
+  with opened(page) as (call, evaluated, events):
+    assert evaluated("[...document.querySelectorAll('#text b')].map(b => parseInt(b.dataset.b, 16))") == list(CONTENT)
+    characters = "".join(c for c in CONTENT.decode(errors="surrogateescape") if c.isprintable() or c == "\n")
+    assert evaluated("document.getElementById('text').textContent") == characters
+    assert evaluated("document.documentElement.lang && document.title")
+    sections = evaluated("[...document.querySelectorAll('section')].map(s => [s.querySelectorAll('svg').length, "
+                         "s.querySelectorAll('img').length, s.querySelector('pre').textContent])")
+    assert [row[:2] for row in sections] == [[6, 2]] * cfg.heads
+    box = evaluated("(({x, y}) => [x, y])(document.querySelectorAll('#text b')[3].getBoundingClientRect())")
+    call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 3, y=box[1] + 5)
+    assert evaluated("[...document.querySelectorAll('#now tr')].length") == 5
+    assert evaluated("document.querySelector('#now div').textContent").startswith("Token 3 is 'r'")
+    rows = evaluated("[...document.querySelectorAll('#numbers tbody tr')].map("
+                     "row => [...row.cells].map(cell => cell.textContent))")
+    methods = {event["method"] for event in events}
+    assert not methods & {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"}
+    requests = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    assert {url.split(":")[0] for url in requests} <= {"file", "data"}
+  logits, heads = computed(params, cfg, list(CONTENT))
+  p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+  for t in (1, 20, len(CONTENT) - 1):
+    assert relative(float(rows[t][2]), -np.log2(p[t - 1, CONTENT[t]])) < 1e-4
+    assert relative([float(cell.rsplit(" ", 1)[1]) for cell in rows[t][3:]], np.sort(p[t])[:-6:-1]) < 1e-4
+    for (k, v, alpha, theta, eta, gamma, M), (*_, numbers) in zip(heads, sections):
+      shown = np.array(numbers.split("\n")[t + 1].split("\t"), float)
+      length = np.linalg.norm
+      errors = [length(z @ k[t] - v[t]) / length(v[t]) for z in (M[-1], M[0])]
+      norms = length(M[t + 1] - M[t]), length(M[t + 1] - M[0])
+      expected = [t, *norms, *errors, eta[t], *gamma[t], alpha[t], theta[t]]
+      assert record("numbers of mode=watch", np.abs(shown / expected - 1).max()) < 1e-4
