@@ -8,7 +8,7 @@ sequential part in kernels, on a GPU (`states_by_kernel`, `steps_by_kernel`); an
 forms.
 """
 from __future__ import annotations
-import contextlib, copy, ctypes, functools, itertools, math, operator, os, sqlite3, subprocess, sys, time
+import contextlib, copy, ctypes, functools, itertools, math, operator, os, re, sqlite3, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +94,7 @@ class Vectors(NamedTuple):
   """What runs a kernel: a core of a CPU with its vector registers, or the threads of a work-group of a GPU."""
   lanes:int                                 # numbers in a register
   registers:int
+  long_counters:bool = False                # whether the compiler needs loop counters of 64 bits, see compiled
   threads:int = 1
   local:int = 0                             # numbers of LOCAL memory, which the threads share
 
@@ -106,7 +107,7 @@ def vectors(device:str) -> Vectors:
   renderer:Any = Device[device].renderer
   if not on_cpu(device):
     shared = 16_384 if device.startswith("WEBGPU") else min(renderer.shared_max, 49_152)         # bytes
-    return Vectors(1, 32, min(THREADS, renderer.local_max[0]), shared // 4)
+    return Vectors(1, 32, threads=min(THREADS, renderer.local_max[0]), local=shared // 4)
   compiler = renderer.compiler
   if not hasattr(compiler, "args"): return Vectors(8, 16)
   options = [f"--target={compiler.arch}-none-unknown-elf", *compiler.args, "-O2", "-x", "c", "-", "-S", "-o", "-"]
@@ -114,11 +115,15 @@ def vectors(device:str) -> Vectors:
     void loop(float *x) { for (int i = 0; i < 4096; i++) x[i] *= 2; }
     #ifdef __AVX512VL__
     void twice_the_registers(void) {}
+    #endif
+    #if __clang_major__ < 16
+    void long_counters(void) {}
     #endif"""
   assembly = subprocess.check_output([os.environ.get("CC", "clang"), *options], input=source)
-  if b"zmm" in assembly: return Vectors(16, 32)
-  if b"ymm" in assembly: return Vectors(8, 32 if b"twice" in assembly else 16)
-  return Vectors(4, 32 if b".4s" in assembly else 16)      # NEON; SSE
+  long = b"long_counters" in assembly
+  if b"zmm" in assembly: return Vectors(16, 32, long)
+  if b"ymm" in assembly: return Vectors(8, 32 if b"twice" in assembly else 16, long)
+  return Vectors(4, 32 if b".4s" in assembly else 16, long)            # NEON; SSE
 
 @functools.cache
 def tile_shape(R:int, C:int, vectors:Vectors) -> tuple[int, int]:
@@ -688,7 +693,11 @@ def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compi
   """A kernel as source code; tinygrad compiles the code with the other kernels of a step, in its worker processes.  The
   thousands of operations are not kept, since every pass over the graph would visit them.  Three passes cost the
   square of a kernel's length and are not needed: the search for barriers around LOCAL memory, the search for the order
-  of loops, and the comparison of operations that differ only in their waits."""
+  of loops, and the comparison of operations that differ only in their waits.
+
+  clang 14 and 15 need minutes for a long kernel whose loop counters have 32 bits: wherever the counters become
+  addresses, LLVM's ScalarEvolution proves anew, through all loops, that they do not overflow.  Counters of 64 bits need
+  no proof, but their kernels are a little slower, so newer compilers keep 32 bits."""
   replaced = {"pm_implicit_barriers": NO_BARRIERS, "CFGContext": LoopOrder, "pm_to_program": TO_SOURCE}
   original, renderer = {name: getattr(codegen, name) for name in replaced}, renderer_of(device)
   for name, x in replaced.items(): setattr(codegen, name, x)
@@ -705,8 +714,11 @@ def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compi
   used = [args[slot] for slot in place]
   for n, name in enumerate(used):
     if name in SCRATCH: params[n] = params[n].replace(arg=replace(params[n].arg, name=name))
-  light = (UOp(Ops.SINK, arg=program.src[0].arg), program.src[1].replace(src=tuple(params)), *program.src[2:])
-  return Compiled(used, size, program.replace(arg=replace(program.arg, **places), src=light))
+  light = [UOp(Ops.SINK, arg=program.src[0].arg), program.src[1].replace(src=tuple(params)), *program.src[2:]]
+  if vectors(device).long_counters:
+    def lengthened(u): return u.replace(arg=re.sub(r"\bint (?=(alu|Lidx)\d)", "long ", u.arg))
+    light = [lengthened(u) if u.op is Ops.SOURCE else u for u in light]
+  return Compiled(used, size, program.replace(arg=replace(program.arg, **places), src=tuple(light)))
 
 def run_kernel(kernel:Compiled, inputs:dict[str, Tensor], device:str, grad_fxn:Callable|None=None) -> dict[str, Tensor]:
   """Every argument after the call; those without an input are new."""

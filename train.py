@@ -3,7 +3,7 @@
 Without arguments it trains the small `atlas` preset on the source text of Python's own library and prints a sample."""
 from __future__ import annotations
 import csv, functools, hashlib, inspect, itertools, json, math, multiprocessing, os, pickle, platform, re, shutil
-import signal, sqlite3, subprocess, sys, tempfile
+import signal, sqlite3, sys, tempfile
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,7 +19,7 @@ from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, NUM_CPU_THREADS, Context
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
-import atlas, data, evaluate, kernels, rule
+import atlas, data, evaluate, kernels, rule, watch
 from atlas import Config
 from data import Saved, Task, Text, refuse
 try: import fcntl, resource
@@ -30,7 +30,7 @@ Source = Text | Task
 @dataclass(frozen=True)
 class Run:
   """The command's own settings; a model's are those of atlas.Config."""
-  mode: str = "train"           # train | sample | eval | export | bench | plot | params
+  mode: str = "train"           # train | sample | watch | eval | export | bench | plot | params
   preset: str = "atlas"         # named model, see atlas.PRESETS
   size: str = "tiny"            # tiny | 170m | 340m | 760m | 1.3b
   data: str = "python"          # python: the standard library's source; a file, a folder, .bin of tokens; eval: .jsonl
@@ -54,7 +54,7 @@ class Run:
   cache: bool = True            # keep compiled training steps: the next run of the same settings starts at once
   presets: str = ""             # bench: presets to time, a,b,... (empty: preset)
   lengths: str = ""             # bench: lengths to time, n,m,... (empty: length)
-  prompt: str = ""              # sample: text to continue (empty: "def "), or @FILE; token files: ids as 1,2 (empty: 0)
+  prompt: str = ""              # sample, watch: text (empty: "def ") or @FILE; token files: ids as 1,2 (empty: 0)
   tokens: int = 0               # sample: tokens to generate (0: 200); eval: to read, by setting of a task (0: 65,536)
   skip_bad: bool = False        # eval: leave out lines of a .jsonl file that are malformed
   temperature: float = 0.8      # sample: 0 takes the likeliest token
@@ -62,8 +62,9 @@ class Run:
 
 BAND = (2.76, 2.96)           # validation bits per byte of the run without arguments
 SOLVED = 0.99                 # share of a task's places right at which training ends
-MODES = ("train", "sample", "eval", "export", "bench", "plot", "params")
-READERS = ("sample", "eval", "export")                 # modes that need a checkpoint
+MODES = ("train", "sample", "eval", "export", "bench", "plot", "params", "watch")
+READERS = ("sample", "watch", "eval", "export")        # modes that need a checkpoint
+WEIGHTS = Path(__file__).parent / "assets" / "atlas.safetensors"         # of sample and watch, where out has none
 LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # every other number of Run is at least 0
 MOST, MOST_DEVICES, MOST_CORES = 2 ** 31 - 1, 64, 1024           # of a whole number
 SAMPLING = {"prompt", "tokens", "temperature", "top_k"}
@@ -162,14 +163,6 @@ def check_device() -> None:
   open_cache()
   attempt(computed, "no usable tinygrad device", "for the CPU install clang (pip install '.[cpu]' or apt-get install "
           "clang), or name another, DEV=CUDA for example")
-  if kernels.on_cpu(Device.DEFAULT):
-    version = subprocess.run([os.environ.get("CC", "clang"), "--version"], capture_output=True, text=True).stdout
-    if line := slow_compiler(version): warn(line)
-def slow_compiler(version:str) -> str:
-  """What to say of a compiler: clang 14 and 15 need minutes for a kernel that clang 16 to 23 compile in seconds."""
-  number = re.search(r"^(?!Apple).*clang version (\d|1[0-5])\b", version)
-  advice = "needs minutes for some kernels: pip install '.[cpu]' brings a newer one"
-  return f"warning: clang {number[1]} {advice}" if number else ""
 def check_dtype(cfg:Config) -> None:
   """A device may have no other precision than float32 for dense products, forward or backward."""
   x, w, fault = Tensor([[1.0, 2.0]]), Tensor([[3.0, 5.0]]), f"dtype={cfg.dtype} does not run on {Device.DEFAULT}"
@@ -658,6 +651,8 @@ def resolve(own:dict, model:dict) -> Job:
   task = data.task(run.task, own.get("length"), model.get("vocab")) if run.task and reads else None
   if task and run.mode == "train":
     run, model = replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
+  if run.mode in ("sample", "watch") and "out" not in own and not checkpoints(out) and WEIGHTS.is_file():
+    run = replace(run, init_from=str(WEIGHTS))
   continued = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
   cfg = Config() if continued else fresh_config(run, own, model)         # with a checkpoint, its settings count
   use_cores(run)
@@ -667,7 +662,8 @@ def resolve(own:dict, model:dict) -> Job:
     lines = evaluate.json_lines(Path(expanduser(run.data)), run.skip_bad)
   elif named and reads and (continued or run.mode == "eval"): data.read(run.data)    # faults of data come first
   if continued: run, cfg, start = from_checkpoint(newest(out), run, own, model)
-  refuse(not start and run.mode in READERS, f"out={run.out} has no checkpoint: train first, or name the folder of one")
+  lacks = run.mode in READERS and not start and not run.init_from
+  refuse(lacks, f"out={run.out} has no checkpoint: train first, or name the folder of one")
   if trains: check_parts(run)
   check_dtype(cfg)
   if run.task and reads and not task and not named: task = data.task(run.task, run.length, cfg.vocab)
@@ -679,6 +675,8 @@ def resolve(own:dict, model:dict) -> Job:
   if start: params = restored(run, cfg, start, source, bool(lines))
   is_bytes = start.meta["text"]["is_bytes"] if start else not ids
   prompt = () if task else tuple(evaluate.prompt_ids(run.prompt, cfg, is_bytes))
+  too_long = run.mode == "watch" and len(prompt) > watch.TOKENS
+  refuse(too_long, f"prompt has {len(prompt)} tokens, and mode=watch reads {watch.TOKENS}: give a shorter text")
   if run.init_from and not start: params = imported(run, cfg)
   if trains: check_out(out)
   check_band = run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET
@@ -754,6 +752,11 @@ def perform(job:Job, own:dict, model:dict) -> int:
   elif run.mode == "train":
     params = params or atlas.filled(layout(run, cfg), run.seed)
     with Stop() as stop, run_folder(Path(run.out), start): return train(job._replace(params=params), stop)
+  elif params and run.mode in ("sample", "watch"):
+    if not start: print(f"out={run.out} has no checkpoint: the weights are those of {WEIGHTS}")
+    is_bytes = not start or start.meta["text"]["is_bytes"]
+    if run.mode == "sample": speak(job, params, is_bytes)
+    else: watch.watch(params, cfg, list(job.prompt), is_bytes, Path(run.out), start.path if start else WEIGHTS)
   elif start and params:
     if run.mode == "export":
       path, flat = Path(run.out) / "weights.safetensors", get_state_dict(params)
@@ -764,7 +767,6 @@ def perform(job:Job, own:dict, model:dict) -> int:
       score = evaluate.scorer(params, cfg, source, run.batch, run.seed)
       evaluate.table(score, source, run.tokens or evaluate.VALIDATION_TOKENS)
     elif source: evaluate.positions(params, cfg, source, start.path, run.batch, run.length, run.tokens)
-    else: speak(job, params, start.meta["text"]["is_bytes"])
   return 0
 def fault(e:Exception) -> str:
   """What is wrong, in one line that any terminal can show: a name may hold line ends."""
