@@ -488,6 +488,7 @@ def test_the_commands_of_readme_and_results_are_accepted(folder, capfd):
   """Each is checked to its last setting, and none takes a step."""
   texts = [Path(shutil.copy(HERE / name, folder)).read_text() for name in ("README.md", "RESULTS.md")]
   documents = "\n".join(texts).replace("\\\n", " ")
+  Path("assets").symlink_to(HERE / "assets")
   written("lines.jsonl", documents.split("```json\n")[1].split("```")[0].encode())
   kinds = [kind for kind, _ in evaluate.json_lines(Path("lines.jsonl"))[0]]
   commands = re.findall(r"\bpython3? (train|data|experiments)\.py(?! TASK| NAME|[^`\n]*\.\.\.)([^`\n]*)", documents)
