@@ -159,8 +159,7 @@ def problem(cfg, B=1, H=2, T=10, d=3, dv=3, hidden=4, seed=0, anchors=3):
   alpha, theta, eta = [r.uniform(low, high, size=(B, H, T)) for low, high in ((0.7, 1.0), (0.0, 1.0), (0.0, 0.2))]
   if T > 4: alpha[:, :, 3] = theta[:, :, 2] = 0
   q, k, v = [normal(B, H, T, size) for size in (d, d, dv)]
-  gamma = r.uniform(size=(B, H, T, cfg.window))
-  return W, dict(zip(INPUTS, (q, k, v, alpha, theta, eta, gamma)))
+  return W, dict(zip(INPUTS, (q, k, v, alpha, theta, eta, r.uniform(size=(B, H, T, cfg.window)))))
 
 def by_oracle(cfg, W, x, toward=None):
   """The oracle for every head and row: y (B,H,T,value_dim)."""
@@ -637,7 +636,7 @@ SMALL = dict(vocab=16, dim=16, layers=1, heads=2, key_dim=4, value_dim=4, mlp_ra
 PRESETS = list(atlas.PRESETS)
 VARIANTS = ["transformer++ conv=4", "swa conv=4", "dot memory=linear anchors=0", "titans layers=2",
             *[f"dot mixer={mixer} persist=2 attn_window=12" for mixer in ("mag", "mal", "mac")],
-            *[f"{name} @CPU:1" for name in ("titans", "transformer++", "swa", "titans_mac", "atlas_mag", "dot")]]
+            *[f"{x} @CPU:1" for x in ("linear_attention", "transformer++", "swa", "titans_mac", "atlas_mag", "dot")]]
 COVERED = "gated_deltanet", "deep_transformer", "swdt", "omeganet", "atlas_mac"         # by presets of the suite
 SUITE = [name for name in PRESETS if name not in COVERED] + VARIANTS[:3]
 T = 24                                   # tokens of a call: whole chunks of 8, and whole segments of 12
@@ -703,8 +702,8 @@ def test_jit_equals_eager_and_no_output_leaks_inside_a_chunk_nor_between_rows(na
     assert np.array_equal(z[1, :t], y[1, :t]), f"an output before token {t} saw it"
     assert (np.abs(z[1, t:] - y[1, t:]).max(-1) > 0).any()
 
-@presets("linear_attention", "titans layers=2", "atlas", "transformer++", "swa", "titans_mac", "titans @CPU:1",
-         "transformer++ @CPU:1", "swa @CPU:1", rest=runs, variants=VARIANTS)
+@presets("linear_attention", "titans layers=2", "atlas", "transformer++", "swa", "titans_mac",
+         "linear_attention @CPU:1", "transformer++ @CPU:1", "swa @CPU:1", rest=runs, variants=VARIANTS)
 def test_a_stream_may_be_cut_anywhere_and_a_captured_call_that_starts_elsewhere_gives_nan(name):
   """After one token, inside a chunk, at a border also in a jitted call, and token by token, beyond the horizon, in a
   jitted step that was captured on the first state; the state keeps its size."""
