@@ -231,11 +231,10 @@ class Page:
     """The panels and the numbers of one head."""
     N, images = len(self.ids), self.seen.pictures[i]
     line = {name: z[:, head].reshape(N, -1) for name, z in self.seen.lines[i].items()}
-    panels = ""
+    if "error" in line: panels = self.recall(images[head], line["error"][:, 0], line["error_M_0"][:, 0])
+    else: panels = self.picture("attention, square root", np.sqrt(images[head]))
     for name, label in CHARTS.items():
       if name in line: panels += self.chart(label, line[name].sum(1))
-    if "error" in line: panels += self.recall(images[head], line["error"][:, 0], line["error_M_0"][:, 0])
-    else: panels += self.picture("attention, square root", np.sqrt(images[head]))
     columns = np.concatenate(list(line.values()), axis=1)
     every = -(-N * len(images) * len(self.seen.pictures) // ROWS)
     names = [f"{name}{j or ''}" for name, z in line.items() for j in range(z.shape[1])]
