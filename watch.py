@@ -281,7 +281,8 @@ class Page:
 def watch(params:dict, cfg:atlas.Config, ids:list[int], is_bytes:bool, out:Path, weights:Path) -> None:
   """Writes out/watch.html: what a model did while it read the tokens."""
   settings = ", ".join(f"{name}={x}" for name, x in vars(cfg).items() if x != getattr(atlas.Config, name))
-  summary = f"{len(ids):,} {'bytes' if is_bytes else 'tokens'} read with the weights of {weights} ({settings})."
+  source, unit = Path(*weights.parts[-2:]), "bytes" if is_bytes else "tokens"
+  summary = f"{len(ids):,} {unit} read with the weights of {source} ({settings})."
   page = Page(ids, is_bytes, read(params, cfg, ids))
   out.mkdir(parents=True, exist_ok=True)
   page.write(out / "watch.html", summary)
