@@ -252,8 +252,8 @@ class Page:
       likeliest = np.argsort(-logs[t], kind="stable")[:5]
       cells = [str(t), self.name(token), f"{bits[t]:.5g}" if t else ""]
       cells += [f"{self.name(i)} {math.exp(logs[t, i]):.5g}" for i in likeliest]
-      level = f"s{min(8, round(bits[t]))}"
-      text += f'<b class="{level} {kind}" data-b="{token:02x}" title="{cells[2]} bits">{content}</b>'
+      level = min(8, round(bits[t]))
+      text += f'<b class="s{level} {kind}" data-b="{token:02x}" title="{cells[2]} bits">{content}</b>'
       rows += "<tr><td>" + "<td>".join(cells) + "\n"
     return text, rows
 
@@ -281,7 +281,8 @@ class Page:
 def watch(params:dict, cfg:atlas.Config, ids:list[int], is_bytes:bool, out:Path, weights:Path) -> None:
   """Writes out/watch.html: what a model did while it read the tokens."""
   settings = ", ".join(f"{name}={x}" for name, x in vars(cfg).items() if x != getattr(atlas.Config, name))
-  source, unit = Path(*weights.parts[-2:]), "bytes" if is_bytes else "tokens"
+  source = Path(*weights.parts[-2:])
+  unit = "bytes" if is_bytes else "tokens"
   summary = f"{len(ids):,} {unit} read with the weights of {source} ({settings})."
   page = Page(ids, is_bytes, read(params, cfg, ids))
   out.mkdir(parents=True, exist_ok=True)
