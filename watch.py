@@ -231,11 +231,10 @@ class Page:
     """The panels and the numbers of one head."""
     N, images = len(self.ids), self.seen.pictures[i]
     line = {name: z[:, head].reshape(N, -1) for name, z in self.seen.lines[i].items()}
-    panels = ""
+    if "error" in line: panels = self.recall(images[head], line["error"][:, 0], line["error_M_0"][:, 0])
+    else: panels = self.picture("attention, square root", np.sqrt(images[head]))
     for name, label in CHARTS.items():
       if name in line: panels += self.chart(label, line[name].sum(1))
-    if "error" in line: panels += self.recall(images[head], line["error"][:, 0], line["error_M_0"][:, 0])
-    else: panels += self.picture("attention, square root", np.sqrt(images[head]))
     columns = np.concatenate(list(line.values()), axis=1)
     every = -(-N * len(images) * len(self.seen.pictures) // ROWS)
     names = [f"{name}{j or ''}" for name, z in line.items() for j in range(z.shape[1])]
@@ -253,8 +252,8 @@ class Page:
       likeliest = np.argsort(-logs[t], kind="stable")[:5]
       cells = [str(t), self.name(token), f"{bits[t]:.5g}" if t else ""]
       cells += [f"{self.name(i)} {math.exp(logs[t, i]):.5g}" for i in likeliest]
-      level = f"s{min(8, round(bits[t]))}"
-      text += f'<b class="{level} {kind}" data-b="{token:02x}" title="{cells[2]} bits">{content}</b>'
+      level = min(8, round(bits[t]))
+      text += f'<b class="s{level} {kind}" data-b="{token:02x}" title="{cells[2]} bits">{content}</b>'
       rows += "<tr><td>" + "<td>".join(cells) + "\n"
     return text, rows
 
@@ -282,7 +281,9 @@ class Page:
 def watch(params:dict, cfg:atlas.Config, ids:list[int], is_bytes:bool, out:Path, weights:Path) -> None:
   """Writes out/watch.html: what a model did while it read the tokens."""
   settings = ", ".join(f"{name}={x}" for name, x in vars(cfg).items() if x != getattr(atlas.Config, name))
-  summary = f"{len(ids):,} {'bytes' if is_bytes else 'tokens'} read with the weights of {weights} ({settings})."
+  source = Path(*weights.parts[-2:])
+  unit = "bytes" if is_bytes else "tokens"
+  summary = f"{len(ids):,} {unit} read with the weights of {source} ({settings})."
   page = Page(ids, is_bytes, read(params, cfg, ids))
   out.mkdir(parents=True, exist_ok=True)
   page.write(out / "watch.html", summary)
