@@ -512,7 +512,6 @@ def test_loops_of_a_kernel_have_tinygrads_order(step, monkeypatch):
   kernels.memory(cfg, W, **x)[0].sum().gradient(x["k"])
   assert len(edges) == 2 and all(len(expected) > 4 and order == expected for order, expected in edges)
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="in a kernel S has more columns: the features are padded")
 @cases("name,direction", {"side": lambda S, cfg: S * max(S.shape[-2:]) ** 0.5,
                           "mean": lambda S, cfg: S * S.square().mean((-1, -2), True)}.items())
 def test_a_step_that_asks_how_large_its_momentum_is_is_the_same_in_both_forms(name, direction, monkeypatch):
