@@ -522,11 +522,6 @@ def test_no_usable_device_says_how_to_get_clang(clang):
   message, = process("", 2, CC=clang, DEV="CPU").strip().splitlines()
   assert "pip install '.[cpu]'" in message and not os.listdir()
 
-def test_a_compiler_that_is_known_to_be_slow_is_named():
-  assert "clang 14 needs minutes" in train.slow_compiler("Debian clang version 14.0.6\nTarget: x86_64-pc-linux-gnu\n")
-  for version in ("clang version 16.0.6", "Apple clang version 15.0.0 (clang-1500.3.9.4)", "clang version 23.1.4", ""):
-    assert train.slow_compiler(version) == ""
-
 def test_help_lists_every_key(run):
   shown = run("--help").out
   for name in train.Run.__annotations__ | atlas.Config.__annotations__: assert f"  {name}=" in shown

@@ -2,28 +2,25 @@
 
 Without arguments it trains the small `atlas` preset on the source text of Python's own library and prints a sample."""
 from __future__ import annotations
-import csv, functools, hashlib, inspect, itertools, json, math, multiprocessing, os, pickle, platform, re, shutil
-import signal, sqlite3, subprocess, sys, tempfile
+import csv, fcntl, functools, hashlib, inspect, io, itertools, math, multiprocessing, os, pickle, re, resource, signal
+import sqlite3, sys, tempfile
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from os.path import expanduser
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
-import tinygrad
 from tinygrad import Context, Device, Tensor, TinyJit, UOp
 from tinygrad.device import Buffer
-from tinygrad.helpers import BEAM, CACHEDB, CACHELEVEL, NUM_CPU_THREADS, ContextVar, GlobalCounters, diskcache_put
+from tinygrad.helpers import CACHEDB, CACHELEVEL, NUM_CPU_THREADS, ContextVar, GlobalCounters, ansistrip, diskcache_put
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
-import atlas, data, evaluate, kernels, rule
+import atlas, data, evaluate, kernels, rule, tinygrad
 from atlas import Config
 from data import Saved, Task, Text, refuse
-try: import fcntl, resource
-except ImportError: fcntl = resource = None          # type: ignore[assignment]  # Windows: folders are not locked there
 
 Source = Text | Task
 
@@ -64,8 +61,8 @@ BAND = (2.76, 2.96)           # validation bits per byte of the run without argu
 SOLVED = 0.99                 # share of a task's places right at which training ends
 MODES = ("train", "sample", "eval", "export", "bench", "plot", "params")
 READERS = ("sample", "eval", "export")                 # modes that need a checkpoint
-LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # every other number of Run is at least 0
-MOST, MOST_DEVICES, MOST_CORES = 2 ** 31 - 1, 64, 1024           # of a whole number
+LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # any other number is at least 0
+MOST = {"devices": 64, "cores": 1024}                            # any other whole number is at most 2^31 - 1
 SAMPLING = {"prompt", "tokens", "temperature", "top_k"}
 # Keys that may differ from the checkpoint's, and those of them that do not change the result of training.
 FREE = SAMPLING | set("mode out resume init_from steps save_every eval_every cache presets lengths skip_bad accum "
@@ -82,8 +79,9 @@ def parse(argv:list[str]) -> tuple[dict, dict]:
   pairs = [word.split("=", 1) for word in argv]
   kinds = {f.name: type(f.default) for cls in (Config, Run) for f in fields(cls)}
   for key, _ in pairs: refuse(key not in kinds, f"{key} is not a setting{atlas.nearest(key, kinds)}")
-  own = {key: value(key, word, kinds[key]) for key, word in pairs if hasattr(Run, key)}
-  return own, {key: value(key, word, kinds[key]) for key, word in pairs if not hasattr(Run, key)}
+  settings = {key: value(key, word, kinds[key]) for key, word in pairs}
+  own = {key: x for key, x in settings.items() if hasattr(Run, key)}
+  return own, {key: x for key, x in settings.items() if key not in own}
 def value(key:str, word:str, kind:type) -> Any:
   try: return {"1": True, "true": True, "0": False, "false": False}[word.lower()] if kind is bool else kind(word)
   except (ValueError, KeyError): raise ValueError(f"{key}={word!r} is not {atlas.KINDS[kind]}: give one") from None
@@ -92,18 +90,18 @@ def check_run(run:Run, own:dict) -> None:
   """Raises ValueError for a number out of range, or for keys of the command line that exclude each other."""
   refuse(run.mode not in MODES, f"mode={run.mode!r} is unknown{atlas.nearest(run.mode, MODES)}")
   for name, x in vars(run).items():
-    number, least, default = type(x) in (int, float), LEAST.get(name, 0), getattr(Run, name)
-    refuse(number and not least <= x < math.inf, f"{name}={x} must be {least} or more: its default is {default}")
-    refuse(type(x) is int and x > MOST, f"{name}={x} is too large: take {MOST} or less")
-  refuse(run.cores > MOST_CORES, f"cores={run.cores} is too large: take {MOST_CORES} or less")
+    if type(x) not in (int, float): continue
+    least, most, default = LEAST.get(name, 0), MOST.get(name, 2 ** 31 - 1), getattr(Run, name)
+    refuse(not least <= x < math.inf, f"{name}={x} must be {least} or more: its default is {default}")
+    refuse(type(x) is int and x > most, f"{name}={x} is too large: take {most} or less")
   refuse(run.mode in READERS and run.init_from, f"init_from={run.init_from} is for training: name a folder with out=")
-  several, both = run.mode == "bench" and run.devices > 1, {"task", "data"} <= own.keys()
-  refuse(several, f"devices={run.devices} is for training, and mode=bench times one: leave it out")
+  refuse(run.mode == "bench" and run.devices > 1, f"devices={run.devices} is for training, and mode=bench times one: "
+         "leave it out")
+  both = {"task", "data"} <= own.keys()
   refuse(both, f"data={run.data} and task={run.task} are two things to read: give one of them")
 
 def warn(line:str) -> None: print(line, file=sys.stderr)
-def ended(line:str, code:int=0) -> int:
-  """Prints the last line of a command, on stderr if it failed, and returns its exit code."""
+def ended(line:str, code:int=0) -> int:  # the last line of a command, on stderr if it failed, and its exit code
   (warn if code else print)(line)
   return code
 def reason(e:Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0][:120]
@@ -116,23 +114,19 @@ def computed(device:str|None=None) -> Any: return (Tensor([1.0, 2.0], device=dev
 
 def check_parts(run:Run) -> None:
   """Raises ValueError unless a batch can be taken in parts, and each part be shared by devices that exist."""
-  def check_divides(name, n, total_name, total):
-    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
-    divisors = ", ".join(map(str, sorted({*small, *(total // d for d in small)})))
-    refuse(total % n, f"{name}={n} does not divide {total_name}={total}: take one of {divisors}")
-  check_divides("accum", run.accum, "batch", run.batch)
-  refuse(run.devices > MOST_DEVICES, f"devices={run.devices} is too large: take {MOST_DEVICES} or less")
-  check_divides("devices", run.devices, "batch/accum", run.batch // run.accum)
+  part = run.batch // run.accum
+  for name, n, whole, size in ("accum", run.accum, "batch", run.batch), ("devices", run.devices, "batch/accum", part):
+    divisors = ", ".join(str(d) for d in range(1, min(size, 1024) + 1) if size % d == 0)
+    refuse(size % n, f"{name}={n} does not divide {whole}={size}: take one of {divisors}")
   for i, name in enumerate(device_names(run)[1:], 1):
     attempt(lambda: computed(name), f"devices={run.devices}: {name} cannot be used", f"take devices={i}")
-def listed(run:Run) -> tuple[list[str], list[int]]:
-  """The presets and lengths of a bench.  ValueError names what is wrong."""
+def listed(run:Run) -> tuple[list[str], list[int]]:      # of a bench
   names, lengths = (run.presets or run.preset).split(","), (run.lengths or str(run.length)).split(",")
   for name in names:
-    hint = atlas.nearest(name, atlas.PRESETS)
-    refuse(name not in atlas.PRESETS, f"presets={run.presets}: {name!r} is unknown{hint}")
+    refuse(name not in atlas.PRESETS,
+           f"presets={run.presets}: {name!r} is unknown{atlas.nearest(name, atlas.PRESETS)}")
   for n in lengths:
-    sound = re.fullmatch(r"\d{1,9}", n) and int(n)
+    sound = re.fullmatch("(?!0+$)[0-9]{1,9}", n)
     refuse(not sound, f"lengths={run.lengths}: {n!r} is not a number of tokens: write lengths=256,2048")
   return names, [int(n) for n in lengths]
 
@@ -149,45 +143,30 @@ def open_cache() -> None:
     warn(f"warning: tinygrad's cache {CACHEDB} cannot be used ({reason(e)}): every kernel is compiled anew; "
          "CACHEDB=FILE names another")
 
-def use_cores(run:Run) -> None:
-  """Sets how many cores the kernels of a CPU use, in this process and in those that it starts."""
+def check_device(run:Run) -> None:
+  """Sets how many cores the kernels of a CPU use, here and in processes that this one starts.  Raises ValueError for
+  variables of tinygrad that change types, and for a device that opens but has no compiler."""
   NUM_CPU_THREADS.value = run.cores or kernels.ALL_CORES
   os.environ["NUM_CPU_THREADS"] = str(NUM_CPU_THREADS.value)
-
-def check_device() -> None:
-  """Raises ValueError for variables of tinygrad that change types, and for a device that opens but has no compiler."""
   for name in ("DEFAULT_FLOAT", "DEFAULT_INT", "OPTIM_DTYPE", "SUM_DTYPE", "CONST_LR"):
     word, advice = os.environ.get(name) or "float32", "the types of tensors, float32 and int32 here: unset it"
     refuse(word.lower() not in ("float32", "int32"), f"{name}={word} changes {advice}")
   open_cache()
   attempt(computed, "no usable tinygrad device", "for the CPU install clang (pip install '.[cpu]' or apt-get install "
           "clang), or name another, DEV=CUDA for example")
-  if kernels.on_cpu(Device.DEFAULT):
-    version = subprocess.run([os.environ.get("CC", "clang"), "--version"], capture_output=True, text=True).stdout
-    if line := slow_compiler(version): warn(line)
-def slow_compiler(version:str) -> str:
-  """What to say of a compiler: clang 14 and 15 need minutes for a kernel that clang 16 to 23 compile in seconds."""
-  number = re.search(r"^(?!Apple).*clang version (\d|1[0-5])\b", version)
-  advice = "needs minutes for some kernels: pip install '.[cpu]' brings a newer one"
-  return f"warning: clang {number[1]} {advice}" if number else ""
-def check_dtype(cfg:Config) -> None:
-  """A device may have no other precision than float32 for dense products, forward or backward."""
+def check_dtype(cfg:Config) -> None:                     # no device must have another than float32
   x, w, fault = Tensor([[1.0, 2.0]]), Tensor([[3.0, 5.0]]), f"dtype={cfg.dtype} does not run on {Device.DEFAULT}"
   def gradient(): return atlas.linear(cfg, x, w).sum().gradient(x)[0][0].tolist()
   if cfg.dtype != "float32": attempt(gradient, fault, "take dtype=float32")
 
-def check_out(out:Path) -> None:
-  """Raises ValueError unless files can be written into out, without writing any."""
+def check_out(out:Path) -> None:                         # whether files can be written into out, without writing any
   refuse(Path(os.path.realpath(out)) in (Path.cwd(), *Path.cwd().parents), f"out={out} holds the working folder, so an "
          "earlier run could not be moved aside: name a folder of its own")
   nearest = next(p for p in (out, *out.absolute().parents) if os.path.lexists(p))
   refuse(not nearest.is_dir(), f"out={out} cannot be a folder, {nearest} is a file: give another out")
-  for folder in {nearest, out.absolute().parent} if used(out) else {nearest}:
-    advice = f"give another out, or change the rights of {folder}"
-    refuse(not os.access(folder, os.W_OK | os.X_OK), f"out={out} is not writable: {advice}")
-  with held(out) if out.is_dir() else nullcontext(): pass
-def usage() -> str:
-  """Every key with its default and meaning, from the comments beside the fields."""
+  refuse(not os.access(nearest, os.W_OK | os.X_OK),
+         f"out={out} is not writable: give another out, or change the rights of {nearest}")
+def usage() -> str:  # every key with its default and meaning, from the comments beside the fields
   lines, model = [__doc__], "The model (a preset and a size set these; what is given here wins)"
   for title, cls in (("The command", Run), (model, Config)):
     keys = re.findall(r'^  (\w+): \w+ = "?(.*?)"? +# (.*)', inspect.getsource(cls), re.M)
@@ -202,14 +181,10 @@ def read_weights(path:Path) -> Saved:
   saved, advice = data.read_file(path), "another tool wrote it, and nothing tells whether it is whole"
   if not saved.signed: warn(f"warning: {path} is unsigned: {advice}")
   return saved
-def newest(out:Path) -> Saved:
-  """The newest checkpoint that is whole; others are named.  ValueError if none is whole."""
+def newest(out:Path) -> Saved:                           # the newest checkpoint that is whole; others are named
   faults = list[str]()
   for path in reversed(checkpoints(out)):
-    try:
-      saved = read_weights(path)
-      refuse({"step", "run", "text", "config"} - saved.meta.keys(), f"{path} holds weights and no run to continue: "
-             f"name a checkpoint, or give init_from={path}")
+    try: saved = read_weights(path)
     except ValueError as e: faults.append(str(e))
     else:
       for fault in faults: warn(f"warning: {fault}; {path} is taken instead")
@@ -220,13 +195,12 @@ class Taken(ValueError): pass
 def held(out:Path) -> Iterator[None]:
   """Keeps other runs out of a folder, or raises Taken.  The folder itself is locked, so the lock moves with it."""
   with ExitStack() as stack:
-    if fcntl:
-      folder = os.open(out, os.O_RDONLY)
-      stack.callback(os.close, folder)
-      try: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError:
-        raise Taken(f"out={out} is in use by another run: give another out, or stop that run first") from None
-      except OSError: pass                               # a file system without locks
+    folder = os.open(out, os.O_RDONLY)
+    stack.callback(os.close, folder)
+    message = f"out={out} is in use by another run: give another out, or stop that run first"
+    try: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError: raise Taken(message) from None
+    except OSError: pass                                 # a file system without locks
     yield
 @contextmanager
 def run_folder(out:Path, start:Saved|None) -> Iterator[None]:
@@ -244,14 +218,12 @@ def run_folder(out:Path, start:Saved|None) -> Iterator[None]:
     yield
 
 def decoded_length(run:Run) -> int: return run.length if run.task.partition(":")[0] == "compression" else 0
-def layout(run:Run, cfg:Config) -> dict:
-  """atlas.layout, and for task=compression its decoder (see evaluate.predictions)."""
+def layout(run:Run, cfg:Config) -> dict:  # with the decoder of task=compression (see evaluate.predictions)
   length, width = decoded_length(run), round(cfg.mlp_ratio * cfg.dim)
   if not length: return atlas.layout(cfg)
   shapes = {"position": (length, cfg.dim), "in": (2 * width, cfg.dim), "out": (cfg.dim, width)}
   return atlas.layout(cfg) | {f"decoder.{n}": (shape, shape[1] ** -0.5) for n, shape in shapes.items()}
-def identity(source:Source) -> dict:
-  """What a checkpoint says of its text or task, by which a resumed run knows it again."""
+def identity(source:Source) -> dict:                     # what a checkpoint says of its text or task, to know it again
   if isinstance(source, Task): return {"is_bytes": source.is_bytes, "task": source.name} | source.settings
   digests = {"val_sha256": source.digest, "sample_sha256": source.sample_digest}
   return {"is_bytes": source.is_bytes, "tokens": len(source.train) + len(source.val)} | digests
@@ -263,18 +235,16 @@ class Log:
     path = out / "log.csv"
     rows = csv.reader(path.open() if step and path.exists() else [])
     kept = [row for row in rows if len(row) == len(LOG) and row[0].isdecimal() and int(row[0]) <= step]
-    evaluate.write_rows(path, LOG, kept[:-1])
-    self.file, self.row, self.seconds = path.open("a", newline=""), list[str](), float(kept[-1][-1]) if kept else 0.0
-    if kept: self.write(kept[-1])
+    evaluate.write_rows(path, LOG, kept)
+    self.file, self.row = path.open("a", newline=""), kept[-1] if kept else []
+    self.seconds = float(self.row[-1]) if kept else 0.0
   def write(self, row:list[str]) -> None:
-    self.row, self.start = row, self.file.tell()
+    self.row = row
     csv.writer(self.file).writerow(row)
     self.file.flush()
-  def amend(self, bits:float) -> None:
-    """Writes the last row again, with what a validation gave."""
-    self.file.seek(self.start)
-    self.file.truncate()
-    self.write([f"{bits:.6f}" if name == "val_bpb" else x for name, x in zip(LOG, self.row)])
+  def amend(self, bits:float) -> None:                   # writes the last row again, with what a validation gave
+    self.file.truncate(self.file.tell() - len(",".join(self.row) + "\r\n"))
+    self.write([*self.row[:3], f"{bits:.6f}", *self.row[4:]])
 
 # *** one training step ***
 def optimizer_for(flat:dict[str, Tensor], weight_decay:float) -> OptimizerGroup:
@@ -296,8 +266,7 @@ def overwrite(t:Tensor, values:np.ndarray) -> None:
     buffer.copy_from(Buffer("PYTHON", buffer.size, buffer.dtype, opaque=memoryview(bytearray(values.tobytes()))))
 def set_rate(optimizer:OptimizerGroup, lr:float) -> None:
   for group in optimizer.optimizers: overwrite(group.lr, np.array([lr], np.float32))
-def rate(run:Run, step:int) -> float:
-  """Learning rate of a step (from 0): linear warm-up, then a cosine from lr to lr/10."""
+def rate(run:Run, step:int) -> float:  # of a step (from 0): linear warm-up, then a cosine from lr to lr/10
   if step < run.warmup: return run.lr * (step + 1) / run.warmup
   done = (step - run.warmup) / max(1, run.steps - run.warmup)
   return run.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
@@ -362,50 +331,44 @@ def memory_estimate(cfg:Config, batch:int, length:int) -> float:
   return process + 24 * atlas.parts(cfg)["total"] + 4 * batch * length * (cfg.layers * token + 2 * cfg.vocab)
 
 # *** the step cache ***
-# A captured TinyJit is pickled with the tensors that it reads and writes, into a file named by a hash of all that it
-# depends on.  A later run of the same settings copies its values into them, or compiles if anything is wrong.
-class Step(NamedTuple):
-  """A training step and the tensors that it changes: its buffers are theirs."""
+# Compilation takes most of a short run.  So a captured TinyJit is pickled with the tensors that it uses, into a file
+# that is named by a hash of all that it depends on.  A later run of the same settings copies its values into them, or
+# compiles if anything is wrong.  tinygrad tells buffers apart by a number, which a pickled buffer keeps: each process
+# counts from a random start, or a loaded buffer could have the number of one in use.
+UOp.unique_num = itertools.count(int.from_bytes(os.urandom(6), "little"))
+
+class Step(NamedTuple):  # a training step and the tensors that it changes: its buffers are theirs
   run: Callable
   params: dict
   optimizer: OptimizerGroup
 
-# tinygrad tells buffers apart by a number, which a pickled buffer keeps.  Each process counts from a random start, or a
-# loaded buffer could have the number of one in use.
-UOp.unique_num = itertools.count(int.from_bytes(os.urandom(6), "little"))
-
 def cache_folder() -> Path: return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas-tinygrad"
 def sealed(key:str, pickled:bytes) -> bytes: return hashlib.sha256(key.encode() + pickled).digest() + pickled
 def cache_key(run:Run, cfg:Config) -> str:
-  """Everything that a compiled step depends on: settings, sources here and tinygrad's, variables, device, machine."""
-  sizes, factors = (run.batch, run.accum, run.devices, run.length), (run.weight_decay, run.clip)
+  """A hash of settings, sources here and tinygrad's, variables and device.  (Of the processor and the compiler it knows
+  what the key of tinygrad's own cache knows.)"""
+  settings = cfg, layout(run, cfg).keys(), run.batch, run.accum, run.devices, run.length, run.weight_decay, run.clip
   modules = [Path(p) for p in (rule.__file__, kernels.__file__, atlas.__file__, evaluate.__file__, __file__)]
   sources = b"".join(p.read_bytes() for p in (*modules, *sorted(Path(tinygrad.__path__[0]).rglob("*.py"))))
   names = {*ContextVar._cache, *map(bytes.decode, re.findall(rb"getenv\(f?[\"'](\w+)", sources))}
-  variables = {name: (os.environ.get(name), getattr(ContextVar._cache.get(name), "value", None))
-               for name in sorted(names - {"DEBUG", "CACHELEVEL", "CACHEDB"})}
-  compiler = shutil.which(os.environ.get("CC", "clang")) or ""
-  files = [(os.path.realpath(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in (compiler, sys.executable) if p]
-  cpu = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-  machine = [platform.platform(), sys.version, files, re.findall(r"^(?:flags|Features)\s*:.*", cpu, re.M)[:1]]
-  device = [Device.DEFAULT, str(Device[Device.DEFAULT].renderer.target), __name__]
-  key = json.dumps([asdict(cfg), list(layout(run, cfg)), sizes, factors, variables, machine, device], default=str)
-  return hashlib.sha256(key.encode() + sources).hexdigest()
+  variables = [(name, os.environ.get(name), getattr(ContextVar._cache.get(name), "value", None))
+               for name in sorted(names - {"DEBUG", "CACHELEVEL", "CACHEDB"})]
+  key = settings, variables, sys.version, str(Device[Device.DEFAULT].renderer.target), Device.DEFAULT, __name__
+  return hashlib.sha256(repr(key).encode() + sources).hexdigest()
 def cached_step(key:str, weights:dict[str, Tensor], optimizer:OptimizerGroup) -> Step|None:
   """The compiled step of that key, with the values of weights and optimizer; or None.  It is a pickle, so it is read
   only if it is whole, and if folder and file are this user's and no one else may write them."""
-  try:
+  with suppress(Exception):
     path = cache_folder() / f"{key}.pickle"
-    for status in (path.parent.stat(), path.stat()):
-      if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022): return None
+    if any(z.st_uid != os.getuid() or z.st_mode & 0o022 for z in (path.parent.stat(), path.stat())): return None
     content = path.read_bytes()
     if content != sealed(key, content[32:]): return None
     os.utime(path)
     step = Step(*pickle.loads(content[32:]))
-  except Exception: return None
-  tensors = get_state_dict(step.params) | optimizer_state(step.optimizer)
-  for name, t in (weights | optimizer_state(optimizer)).items(): overwrite(tensors[name], t.numpy())
-  return step
+    tensors = get_state_dict(step.params) | optimizer_state(step.optimizer)
+    for name, t in (weights | optimizer_state(optimizer)).items(): overwrite(tensors[name], t.numpy())
+    return step
+  return None
 def cache_step(key:str, step:Step) -> None:
   """Keeps a captured step, and the 8 used last.  That it cannot be pickled or written is no fault."""
   step.optimizer.zero_grad()
@@ -415,7 +378,7 @@ def cache_step(key:str, step:Step) -> None:
     content = sealed(key, pickle.dumps(tuple(step)))
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as f: f.write(content)
     os.replace(f.name, folder / f"{key}.pickle")
-    for old in sorted(folder.glob("*.pickle"), key=lambda p: -p.stat().st_mtime)[8:]: old.unlink()
+    for old in sorted(folder.glob("*.pickle"), key=os.path.getmtime)[:-8]: old.unlink()
 
 # *** training ***
 class Stop:
@@ -427,16 +390,15 @@ class Stop:
     with suppress(OSError): os.write(2, line)            # a signal may come in the middle of a print
     if at_once: raise KeyboardInterrupt
   def __enter__(self) -> Stop:
-    hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)
-    if signal.getsignal(hang_up) == signal.SIG_IGN: hang_up = signal.SIGTERM      # nohup has it ignored
+    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN: numbers.remove(signal.SIGHUP)         # by nohup
     with suppress(ValueError):                           # not in the main thread: signals go elsewhere
-      self.old = {s: signal.signal(s, self.handle) for s in {signal.SIGTERM, signal.SIGINT, hang_up}}
+      self.old = {number: signal.signal(number, self.handle) for number in numbers}
     return self
   def __exit__(self, *_) -> None:
-    for s, handler in self.old.items(): signal.signal(s, handler)
+    for number, handler in self.old.items(): signal.signal(number, handler)
 
-class Job(NamedTuple):
-  """A command line that was found to be sound."""
+class Job(NamedTuple):                                   # a command line that was found to be sound
   run: Run
   cfg: Config
   source: Source|None = None
@@ -452,8 +414,8 @@ def prepared(job:Job) -> tuple[Step, str]:
   flat = get_state_dict(params)
   for weight in flat.values(): weight.replace(shared(run, weight))
   optimizer = optimizer_for(flat, run.weight_decay)
-  if start:
-    for name, t in optimizer_state(optimizer).items(): overwrite(t, start.tensors[name].numpy())
+  for name, t in optimizer_state(optimizer).items():
+    if start: overwrite(t, start.tensors[name].numpy())
   key = cache_key(run, cfg) if run.cache else ""
   if key and (cached := cached_step(key, flat, optimizer)): return cached, ""
   return Step(training_step(params, cfg, optimizer, run.clip, run.accum), params, optimizer), key
@@ -467,8 +429,12 @@ def take_step(run:Run, source:Source, step:Step, n:int, lr:float) -> list[float]
   if not math.isfinite(loss + norm): raise FloatingPointError(f"loss {loss} (gradient norm {norm}) at step {n + 1}", n)
   return [loss, norm, eta]
 
+def changed(source:Source) -> str:  # what is wrong with the file of a text that is no longer what it was
+  try:
+    if isinstance(source, Text): data.unchanged(source)
+  except ValueError as e: return str(e)
+  return ""
 def speak(job:Job, params:dict, is_bytes:bool) -> None:
-  """Prints a sample as the command line asks for it."""
   run, prompt = job.run, list(job.prompt)
   evaluate.sample(params, job.cfg, prompt, is_bytes, run.tokens or 200, run.temperature, run.top_k, run.seed)
 
@@ -478,21 +444,14 @@ def train(job:Job, stop:Stop) -> int:
   assert source
   (step, key), n, solved = prepared(job), 0, False       # n: optimizer steps taken
   if job.start: n, solved = job.start.meta["step"], job.start.meta.get("solved", False)
-  first, tokens, cached, log, params = n, run.batch * run.length, run.cache and not key, Log(out, n), step.params
+  first, cached, log, params = n, run.cache and not key, Log(out, n), step.params
   if run.devices > 1:                                    # copies, on the one device that validates
     params = atlas.unflatten({name: Tensor(w.numpy()).realize() for name, w in get_state_dict(params).items()})
   held_out = evaluate.HeldOut(params, cfg, source, run.batch, run.length, run.seed)
-
-  def changed():
-    """What is wrong with the file of a text that is no longer what it was."""
-    try:
-      if isinstance(source, Text): data.unchanged(source)
-    except ValueError as e: return str(e)
-    return ""
-  def due():
-    """Whether to validate now: at every interval and at the end, once, and unless the text has changed."""
-    interval = run.eval_every > 0 and (n % run.eval_every == 0 or n == run.steps)
-    return interval and log.row[3:4] == [""] and not changed()
+  def gather():
+    weights = get_state_dict(params)
+    for name, w in get_state_dict(step.params).items():
+      if w is not weights[name]: overwrite(weights[name], w.numpy())
   def save():
     """Writes a checkpoint and keeps the last two.  What the log says of their steps is on the disk before them."""
     os.fsync(log.file.fileno())
@@ -500,64 +459,52 @@ def train(job:Job, stop:Stop) -> int:
     meta = {"step": n, "solved": solved, "config": asdict(cfg), "run": asdict(run), "text": identity(source)}
     atlas.save(checkpoint(out, n), weights | optimizer_state(step.optimizer), meta)
     for old in checkpoints(out)[:-2]: old.unlink()
-  def gather():
-    weights = get_state_dict(params)
-    for name, w in get_state_dict(step.params).items():
-      if w is not weights[name]: overwrite(weights[name], w.numpy())
-  def validate():
-    """Validates the weights as they are; the log's last row gets the result.  A solved task is saved as such."""
-    nonlocal solved
-    gather()
-    held_out.validate(n)
-    log.amend(held_out.bits.mean())
-    solved = held_out.right >= SOLVED
-    if solved: save()
 
   if cached: print(f"the compiled step is in {cache_folder()}")
-  elif BEAM: print(f"compiling: BEAM={BEAM.value} times many forms of each kernel before the first step: an hour or so")
   else: print("compiling: the first step takes half a minute or so, and the time left is known after the second")
+  bar = tqdm(total=run.steps, initial=n, unit="step", dynamic_ncols=True, smoothing=0.1)
   try:
-    bar = tqdm(total=run.steps, initial=n, unit="step", dynamic_ncols=True, smoothing=0.1)
     with Context(TRAINING=1), log.file, bar:
       while True:
-        if due(): validate()                             # after a step, or where the run before was stopped after it
-        if n >= run.steps or stop.asked or solved or changed(): break
+        due = run.eval_every and (n % run.eval_every == 0 or n == run.steps) and not changed(source)
+        if due and log.row[3:4] == [""]:                 # after a step, or where the run before was stopped after it
+          gather()
+          held_out.validate(n)
+          log.amend(held_out.bits.mean())
+          solved = held_out.right >= SOLVED
+          if solved: save()
+        if n >= run.steps or stop.asked or solved or changed(source): break
         stop.compiling, tick, lr = n == first and not cached, perf_counter(), rate(run, n)
         loss, norm, eta = take_step(run, source, step, n, lr)
         n, seconds = n + 1, perf_counter() - tick
-        speed, all_seconds = tokens / seconds, log.seconds + tick + seconds - began
-        row = f"{n},{n * tokens},{loss:.6f},,{lr:.8g},{norm:.6f},{eta:.8g},{speed:.1f},{all_seconds:.2f}"
+        tokens, all_seconds = run.batch * run.length, log.seconds + perf_counter() - began
+        row = f"{n},{n * tokens},{loss:.6f},,{lr:.8g},{norm:.6f},{eta:.8g},{tokens / seconds:.1f},{all_seconds:.2f}"
         log.write(row.split(","))
         bar.update()
         bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{evaluate.unit(source)}, memory step "
-                            f"{eta:.4f}, {seconds * 1e3:.0f} ms, {speed:.0f} tok/s, "
+                            f"{eta:.4f}, {seconds * 1e3:.0f} ms, {tokens / seconds:.0f} tok/s, "
                             f"{GlobalCounters.mem_used / 1e6:.0f} MB")
         if n == first + 1 and key: cache_step(key, step)
         stop.compiling = False
-        if n == first + 2:                               # the first step compiles
-          compiling, flop = perf_counter() - began - seconds, GlobalCounters.global_ops
-          bar.write(f"compiled in {compiling:.0f} s: {GlobalCounters.kernel_count:,} kernels and {flop / 1e9:.2f} "
-                    f"GFLOP a step, {speed:.0f} tokens/s")
-        if run.save_every and n % run.save_every == 0 or due() and n == run.steps: save()
+        if n == run.steps or run.save_every and n % run.save_every == 0: save()
       if not checkpoint(out, n).exists(): save()
-    if changed(): return ended(f"error: {changed()}; resume=1 continues from {checkpoints(out)[-1]}", 1)
-    if stop.asked and n < run.steps and not solved:
-      return ended(f"stopped at step {n}, saved: continue with resume=1")
+    left, ends_early = checkpoints(out)[-1], n < run.steps
+    if changed(source): return ended(f"error: {changed(source)}; resume=1 continues from {left}", 1)
+    if stop.asked and ends_early and not solved: return ended(f"stopped at step {n}, saved: continue with resume=1")
     gather()
     if run.eval_every and isinstance(source, Text) and not len(held_out.bits): held_out.validate(n)
-    bits = held_out.bits
+    bits, (least, most) = held_out.bits, BAND
     if not np.isfinite(bits).all(): raise FloatingPointError(f"the validation loss after step {n}", n)
-    if solved and n < run.steps: print(f"{SOLVED:.0%} right after {n} steps: done early")
+    if solved and ends_early: print(f"{SOLVED:.0%} right after {n} steps: done early")
     if run.eval_every: held_out.report(out, n, run.tokens)
     if isinstance(source, Text) and not stop.asked: speak(job, params, source.is_bytes)
-    print(f"{perf_counter() - began:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {checkpoints(out)[-1]}")
-    if not (job.check_band and len(bits)) or BAND[0] <= bits.mean() <= BAND[1]: return 0
-    return ended(f"error: {bits.mean():.3f} bits per byte is outside the band {BAND[0]} to {BAND[1]} of this run", 1)
+    print(f"{perf_counter() - began:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {left}")
+    if not (job.check_band and len(bits)) or least <= bits.mean() <= most: return 0
+    return ended(f"error: {bits.mean():.3f} bits per byte is outside the band {least} to {most} of this run", 1)
   except FloatingPointError as e:                        # a checkpoint of these weights that this run wrote is removed
     what, last = e.args
     if last > first: checkpoint(out, last).unlink(missing_ok=True)
-    left = checkpoints(out)
-    kept = f"the last good checkpoint is {left[-1]}" if left else "no good checkpoint was saved"
+    kept = f"the last good checkpoint is {checkpoints(out)[-1]}" if checkpoints(out) else "no good checkpoint was saved"
     return ended(f"error: {what} is not finite; {kept}: lower lr or clip", 1)
   except KeyboardInterrupt:
     if not stop.compiling: raise
@@ -565,57 +512,52 @@ def train(job:Job, stop:Stop) -> int:
 
 # *** bench ***
 COLUMNS = tuple("preset backend length batch params first_step_s step_ms tok_s kernels gflop gbytes peak_mb "
-                "decode_tok_s".split())
-def peak_mb() -> float:
-  """The most memory that this process has held so far; 0 where the system does not say."""
-  unit = 2 ** 20 if sys.platform == "darwin" else 1024
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit if resource else 0.0
-def timed(f:Callable, *args) -> float:
-  """Seconds until the first result of a call is there."""
+                "cores memory products rest".split())
+def peak_mb() -> float:                                  # the most memory that this process has held so far
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 1024)
+def timed(f:Callable, *args) -> float:                   # seconds until the first result of a call is there
   GlobalCounters.reset()
   began = perf_counter()
   f(*args)[0].numpy()
   return perf_counter() - began
+def shares(step:Callable[[], Any]) -> list[str]:
+  """The shares of the memory, of dense products (of kernels.py) and of other kernels in a step, from the times that
+  tinygrad prints.  They are empty where a device runs several kernels as one."""
+  with Context(DEBUG=2), redirect_stdout(io.StringIO()) as shown: step()
+  text, seconds = ansistrip(shown.getvalue()), {"memory": 0.0, "matmul": 0.0, "": 1e-12}
+  for name, time, unit in re.findall(r" (memory|matmul|)\S* +arg .* tm +([\d.]+)([mu]?)s/", text):
+    seconds[name] += float(time) / {"": 1, "m": 1e3, "u": 1e6}[unit]
+  return ["" if "batched" in text else f"{x / sum(seconds.values()):.3f}" for x in seconds.values()]
 def bench_row(run:Run, cfg:Config, length:int) -> list:
-  """COLUMNS from params on, of a model alone in its process: medians of 5 steps after the compiled, of 30 tokens."""
-  params, rng = atlas.init(cfg, run.seed), np.random.default_rng(run.seed)
+  """COLUMNS from params on, of a model alone in its process: medians of 5 steps after the compiled."""
+  params, rng, count = atlas.init(cfg, run.seed), np.random.default_rng(run.seed), GlobalCounters
   optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
   step = training_step(params, cfg, optimizer, run.clip, run.accum)
-  x, y = [Tensor(rng.integers(0, cfg.vocab, (run.batch, length)).astype(np.int32)).realize() for _ in range(2)]
+  x, y = [Tensor(rng.integers(0, cfg.vocab, (run.batch, length), np.int32)).realize() for _ in range(2)]
   with Context(TRAINING=1): times = [timed(step, x, y) for _ in range(8)]
   seconds = float(np.median(times[3:]))
-  total, speed, count = atlas.parts(cfg)["total"], run.batch * length / seconds, GlobalCounters
-  row = [total, f"{times[0]:.1f}", f"{seconds * 1e3:.1f}", f"{speed:.0f}", count.kernel_count,
-         f"{count.global_ops / 1e9:.2f}", f"{count.global_mem / 1e9:.3f}"]
-  one_token = TinyJit(lambda token, state: atlas.forward(params, cfg, token, state))
-  state = atlas.forward(params, cfg, Tensor([[0]]))[1]
-  Tensor.realize(*state.values())
-  def decode():
-    nonlocal state
-    logits, state = one_token(Tensor([[1]]), state)
-    return logits, state
-  seconds = float(np.median([timed(decode) for _ in range(33)][3:]))
-  return [*row, f"{peak_mb():.0f}", f"{1 / seconds:.0f}"]
+  row = [atlas.parts(cfg)["total"], f"{times[0]:.1f}", f"{seconds * 1e3:.1f}", f"{run.batch * length / seconds:.0f}",
+         count.kernel_count, f"{count.global_ops / 1e9:.2f}", f"{count.global_mem / 1e9:.3f}", f"{peak_mb():.0f}"]
+  return [*row, NUM_CPU_THREADS.value, *shares(lambda: step(x, y))]
 
 def bench(run:Run, model:dict) -> None:
   """Times every preset at every length, each in a process of its own; prints a table and writes it to out/bench.csv."""
   path, rows = Path(run.out) / "bench.csv", list[list]()
-  available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+  available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if kernels.on_cpu(Device.DEFAULT) else math.inf
   path.parent.mkdir(parents=True, exist_ok=True)
   print("  ".join(f"{c:>12s}" for c in COLUMNS))
   for name, length in itertools.product(*listed(run)):
     cfg = atlas.preset(name, run.size, **model)
     form = "fused" if kernels.takes_fused(cfg, Tensor.empty(1)) else "ops"
-    row = [name, "softmax" if cfg.mixer == "attention" else form, length, run.batch]
+    rows.append([name, "softmax" if cfg.mixer == "attention" else form, length, run.batch])
+    estimate = memory_estimate(cfg, run.batch // run.accum, length)
     try:
-      estimate = memory_estimate(cfg, run.batch // run.accum, length)
-      if kernels.on_cpu(Device.DEFAULT) and estimate > available: raise MemoryError
+      if estimate > available: raise MemoryError
       with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        row += pool.submit(bench_row, run, cfg, length).result()
-    except (MemoryError, BrokenExecutor): row += ["does not fit", *[""] * 8]
-    rows.append(row)
+        rows[-1] += pool.submit(bench_row, run, cfg, length).result()
+    except (MemoryError, BrokenExecutor): rows[-1] += ["does not fit", *[""] * (len(COLUMNS) - 5)]
     evaluate.write_rows(path, COLUMNS, rows)
-    print("  ".join(f"{x!s:>12s}" for x in row), flush=True)
+    print("  ".join(f"{x!s:>12s}" for x in rows[-1]), flush=True)
   print(f"written to {path}")
 
 # *** the commands ***
@@ -623,14 +565,12 @@ def listing(settings:dict) -> str: return ", ".join(f"{k}={v}" for k, v in setti
 def parts_line(cfg:Config) -> str:
   count = atlas.parts(cfg)
   return f"{count.pop('total'):14,d} = " + " + ".join(f"{n:,} {part}" for part, n in count.items())
-def show_params(own:dict, model:dict) -> None:
-  """Parameters by part of every size and preset, or of those given, with the model's settings that were given."""
+def show_params(own:dict, model:dict) -> None:           # of every size and preset, or of those that are named
   for size in [own["size"]] if "size" in own else atlas.SIZES:
     print(f"{size}: {listing(atlas.SIZES[size] | model)}")
     for name in [own["preset"]] if "preset" in own else atlas.PRESETS:
       print(f"  {name:17s} {parts_line(atlas.preset(name, size, **model))}")
 def describe(run:Run, cfg:Config, source:Source|None) -> None:
-  """The resolved configuration, the parameters by part, and an estimate of memory."""
   print("settings:", *[f"{k}={v}" for k, v in (asdict(run) | asdict(cfg)).items() if v != ""])
   print(f"parameters: {parts_line(cfg).strip()}")
   megabytes = memory_estimate(cfg, run.batch // run.accum // run.devices, run.length) / 1e6
@@ -638,9 +578,66 @@ def describe(run:Run, cfg:Config, source:Source|None) -> None:
   where = f"on {Device.DEFAULT}" if run.devices == 1 else f"on each of {', '.join(device_names(run))}"
   print(f"memory: about {megabytes:.0f} MB for a training step of {run.batch} x {run.length} tokens{parts} {where}")
   if isinstance(source, Task): print(f"task: {source.name}, {listing(source.settings)}")
-  elif source:
-    sizes = f"{len(source.train):,} tokens to train on, {len(source.val):,} to validate"
-    print(f"text: {source.name}, {sizes} (sha256 {source.digest[:16]})")
+  elif source: print(f"text: {source.name}, {len(source.train):,} tokens to train on, {len(source.val):,} to validate "
+                     f"(sha256 {source.digest[:16]})")
+
+def fresh_config(run:Run, own:dict, model:dict) -> Config:
+  """The model's settings where no checkpoint has them: those of init_from unless a key, a size or a preset differs."""
+  if run.mode == "bench": return [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
+  horizon = min(max(Config.horizon, run.length), 1 << 20)                       # what is trained on lies within it
+  cfg = atlas.preset(run.preset, run.size, **{"horizon": horizon} | model)
+  if not run.init_from: return cfg
+  try: before = atlas.config_of(data.read_file(expanduser(run.init_from)))
+  except ValueError: return cfg                          # its fault is reported in its turn, see imported
+  asked = set(model).union(atlas.SIZES[run.size] if "size" in own else (),
+                           *(atlas.PRESETS.values() if "preset" in own else ()))
+  changes = {"horizon": max(before.horizon, horizon)} | {name: getattr(cfg, name) for name in asked}
+  if "chunk" in asked: changes.setdefault("muon_every", math.gcd(before.muon_every, cfg.chunk))
+  return replace(before, **changes)
+def from_checkpoint(start:Saved, run:Run, own:dict, model:dict) -> tuple[Run, Config]:
+  """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
+  path, advice = start.path, f"name a checkpoint, or give init_from={start.path}"
+  missing = {"step", "run", "text", "config"} - start.meta.keys()
+  refuse(missing, f"{path} holds weights and no run to continue: {advice}")
+  recorded, free, now = start.meta["run"], FREE, {"mode", "out", "resume", "init_from", "cores"}
+  if run.mode != "train": free, now = free | {"data", "batch", "seed", "horizon"}, now | SAMPLING | {"seed"}
+  if run.mode != "train" and run.task: free = free | {"task", "length"}
+  for key, x in (own | model).items():
+    before = (recorded | start.meta["config"]).get(key)
+    refuse(key not in free and before != x, f"{key}={x} contradicts the checkpoint {path}, made with {key}={before}: "
+           f"leave {key} out, or train anew in another out")
+  cfg = replace(atlas.config_of(start), **{k: x for k, x in model.items() if k in free})
+  try: return Run(**recorded | own | {k: getattr(run, k) for k in now}), cfg
+  except TypeError:
+    raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
+def opened(run:Run, cfg:Config, task:Task|None, named:bool) -> Source:
+  """What the run reads: text named for evaluation whole.  ValueError for a token outside the vocabulary."""
+  whole = named and run.mode == "eval"
+  if whole: return data.load(run.data, cfg.vocab, 1, parts=1)
+  if not task: return data.load(run.data, cfg.vocab, run.length)
+  highest, advice = max(int(z.max()) for z in task.batch(1, run.seed, 0)), "give the task vocab="
+  refuse(task.vocab > cfg.vocab, f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: {advice}")
+  refuse(highest >= cfg.vocab, f"task={run.task} has token {highest}, outside vocab={cfg.vocab}: {advice}")
+  return task
+def restored(run:Run, cfg:Config, start:Saved, source:Source|None, lines:bool) -> dict:
+  """The weights of a checkpoint.  ValueError for another text than before, ids for bytes, or another decoder."""
+  before, text, is_task = Run(**start.meta["run"]), start.meta["text"], isinstance(source, Task)
+  what, now = f"task={run.task}" if is_task else f"data={run.data}", identity(source) if source else {}
+  refuse(source and run.mode == "train" and now | text != now, f"{what} has changed since {start.path} was written: "
+         f"give the same, or init_from={start.path} to go on with another")
+  refuse(lines and (not text["is_bytes"] or cfg.vocab < 256),
+         f"{what} is text, and {start.path} is not: train on bytes first")
+  refuse(is_task and decoded_length(before) != decoded_length(run), f"{what} does not fit {start.path}, made with "
+         f"task={before.task}: compression has a decoder for its own length")
+  return atlas.weights_of(start, layout(before, cfg))
+def imported(run:Run, cfg:Config) -> dict:               # prints which settings of init_from are not those of this run
+  path = Path(expanduser(run.init_from))
+  refuse(not path.is_file(), f"init_from={path} does not exist: name a checkpoint or an exported file")
+  saved = read_weights(path)
+  params, before = atlas.weights_of(saved, layout(run, cfg)), asdict(atlas.config_of(saved))
+  for name, x in asdict(cfg).items():
+    if x != before[name]: print(f"warning: {name}={x} here, and {path} was made with {name}={before[name]}")
+  return params
 
 def resolve(own:dict, model:dict) -> Job:
   """Finds what is wrong, with parse in this order: syntax, keys, types, combinations, device, data, checkpoint, out."""
@@ -656,19 +653,20 @@ def resolve(own:dict, model:dict) -> Job:
     run, model = replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
   continued = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
   cfg = Config() if continued else fresh_config(run, own, model)         # with a checkpoint, its settings count
-  use_cores(run)
-  check_device()
-  lines = start = params = None
+  check_device(run)
+  lines = start = params = source = None
   if run.mode == "eval" and run.data.endswith(".jsonl"):
     lines = evaluate.json_lines(Path(expanduser(run.data)), run.skip_bad)
   elif named and reads and (continued or run.mode == "eval"): data.read(run.data)    # faults of data come first
-  if continued: run, cfg, start = from_checkpoint(newest(out), run, own, model)
+  if continued:
+    start = newest(out)
+    run, cfg = from_checkpoint(start, run, own, model)
   refuse(not start and run.mode in READERS, f"out={run.out} has no checkpoint: train first, or name the folder of one")
   if trains: check_parts(run)
   check_dtype(cfg)
   if run.task and reads and not task and not named: task = data.task(run.task, run.length, cfg.vocab)
   if task: run = replace(run, length=task.settings["length"])
-  source = opened(run, cfg, task, named) if reads and not lines else None
+  if reads and not lines: source = opened(run, cfg, task, named)
   ids = isinstance(source, Text) and not source.is_bytes
   sized = start or run.init_from or "vocab" in atlas.SIZES[run.size] | model
   refuse(ids and not sized, f"data={run.data} holds token ids: give vocab=, the number of tokens of its tokenizer")
@@ -680,90 +678,30 @@ def resolve(own:dict, model:dict) -> Job:
   check_band = run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET
   return Job(run, cfg, source, start, params, prompt, check_band, lines)
 
-def fresh_config(run:Run, own:dict, model:dict) -> Config:
-  """The model's settings where no checkpoint has them: those of init_from unless a key, a size or a preset differs."""
-  if run.mode == "bench": return [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
-  horizon = min(max(Config.horizon, run.length), 1 << 20)                       # what is trained on lies within it
-  cfg = atlas.preset(run.preset, run.size, **{"horizon": horizon} | model)
-  if not run.init_from: return cfg
-  try: before = atlas.config_of(data.read_file(expanduser(run.init_from)))
-  except ValueError: return cfg                          # its fault is reported in its turn, see imported
-  asked = set(model) | (set(atlas.SIZES[run.size]) if "size" in own else set())
-  if "preset" in own: asked |= {name for preset in atlas.PRESETS.values() for name in preset}
-  changes = {"horizon": max(before.horizon, horizon)}
-  if "chunk" in asked: changes["muon_every"] = math.gcd(before.muon_every, cfg.chunk)
-  return replace(before, **changes | {name: getattr(cfg, name) for name in asked})
-def from_checkpoint(start:Saved, run:Run, own:dict, model:dict) -> tuple[Run, Config, Saved]:
-  """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
-  path, cfg, recorded = start.path, atlas.config_of(start), start.meta["run"]
-  free, now = FREE, {"mode", "out", "resume", "init_from", "cores"}
-  if run.mode != "train": free, now = free | {"data", "batch", "seed", "horizon"}, now | SAMPLING | {"seed"}
-  if run.mode != "train" and run.task: free = free | {"task", "length"}
-  for key, x in (own | model).items():
-    before = (recorded | start.meta["config"]).get(key)
-    refuse(key not in free and before != x, f"{key}={x} contradicts the checkpoint {path}, made with {key}={before}: "
-           f"leave {key} out, or train anew in another out")
-  cfg = replace(cfg, **{k: x for k, x in model.items() if k in free})
-  try: return Run(**recorded | own | {k: getattr(run, k) for k in now}), cfg, start
-  except TypeError:
-    raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
-def opened(run:Run, cfg:Config, task:Task|None, named:bool) -> Source:
-  """What the run reads: text named for evaluation whole.  ValueError for a token outside the vocabulary."""
-  if named and run.mode == "eval": return data.load(run.data, cfg.vocab, 1, parts=1)
-  if not task: return data.load(run.data, cfg.vocab, run.length)
-  highest, advice = max(int(z.max()) for z in task.batch(1, run.seed, 0)), "give the task vocab="
-  refuse(task.vocab > cfg.vocab, f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: {advice}")
-  refuse(highest >= cfg.vocab, f"task={run.task} has token {highest}, outside vocab={cfg.vocab}: {advice}")
-  return task
-def restored(run:Run, cfg:Config, start:Saved, source:Source|None, lines:bool) -> dict:
-  """The weights of a checkpoint.  ValueError for another text than before, ids for bytes, or another decoder."""
-  before, text = Run(**start.meta["run"]), start.meta["text"]
-  params, is_task = atlas.weights_of(start, layout(before, cfg)), isinstance(source, Task)
-  what = f"task={run.task}" if is_task else f"data={run.data}"
-  if source and run.mode == "train":
-    now = identity(source)
-    refuse(now | text != now, f"{what} has changed since {start.path} was written: "
-           f"give the same, or init_from={start.path} to go on with another")
-  refuse(lines and (not text["is_bytes"] or cfg.vocab < 256),
-         f"{what} is text, and {start.path} is not: train on bytes first")
-  refuse(is_task and decoded_length(before) != decoded_length(run), f"{what} does not fit {start.path}, made with "
-         f"task={before.task}: compression has a decoder for its own length")
-  return params
-def imported(run:Run, cfg:Config) -> dict:
-  """The weights of init_from; prints which of its settings are not those of this run."""
-  path = Path(expanduser(run.init_from))
-  refuse(not path.is_file(), f"init_from={path} does not exist: name a checkpoint or an exported file")
-  saved = read_weights(path)
-  params, before = atlas.weights_of(saved, layout(run, cfg)), asdict(atlas.config_of(saved))
-  for name, x in asdict(cfg).items():
-    if x != before[name]: print(f"warning: {name}={x} here, and {path} was made with {name}={before[name]}")
-  return params
-
 def perform(job:Job, own:dict, model:dict) -> int:
   """What the command line asks for, once it is known to be sound.  Returns the exit code."""
-  run, cfg, start, source, params = job.run, job.cfg, job.start, job.source, job.params
+  run, cfg, start, source, params, out = job.run, job.cfg, job.start, job.source, job.params, Path(job.run.out)
   if run.mode == "train": describe(run, cfg, source)
   if run.mode == "params": show_params(own, model)
   elif run.steps == 0: return 0
   elif run.mode == "bench": bench(run, model)
-  elif run.mode == "plot": evaluate.plot(Path(run.out))
+  elif run.mode == "plot": evaluate.plot(out)
   elif run.mode == "train":
     params = params or atlas.filled(layout(run, cfg), run.seed)
-    with Stop() as stop, run_folder(Path(run.out), start): return train(job._replace(params=params), stop)
-  elif start and params:
-    if run.mode == "export":
-      path, flat = Path(run.out) / "weights.safetensors", get_state_dict(params)
-      atlas.save(path, {n: flat[n] for n in atlas.layout(cfg)}, {n: start.meta[n] for n in ("config", "text", "step")})
-      print(f"written to {path}, {path.stat().st_size / 1e6:.1f} MB, of {start.path}: atlas.load(path) reads it")
-    elif job.lines: evaluate.evaluate_lines(params, cfg, *job.lines, run.batch)
-    elif isinstance(source, Task):
-      score = evaluate.scorer(params, cfg, source, run.batch, run.seed)
-      evaluate.table(score, source, run.tokens or evaluate.VALIDATION_TOKENS)
-    elif source: evaluate.positions(params, cfg, source, start.path, run.batch, run.length, run.tokens)
-    else: speak(job, params, start.meta["text"]["is_bytes"])
+    with Stop() as stop, run_folder(out, start): return train(job._replace(params=params), stop)
+  elif not (start and params): pass
+  elif run.mode == "export":
+    path, flat = out / "weights.safetensors", get_state_dict(params)
+    atlas.save(path, {n: flat[n] for n in atlas.layout(cfg)}, {n: start.meta[n] for n in ("config", "text", "step")})
+    print(f"written to {path}, {path.stat().st_size / 1e6:.1f} MB, of {start.path}: atlas.load(path) reads it")
+  elif job.lines: evaluate.evaluate_lines(params, cfg, *job.lines, run.batch)
+  elif isinstance(source, Task):
+    score = evaluate.scorer(params, cfg, source, run.batch, run.seed)
+    evaluate.table(score, source, run.tokens or evaluate.VALIDATION_TOKENS)
+  elif source: evaluate.positions(params, cfg, source, start.path, run.batch, run.length, run.tokens)
+  else: speak(job, params, start.meta["text"]["is_bytes"])
   return 0
-def fault(e:Exception) -> str:
-  """What is wrong, in one line that any terminal can show: a name may hold line ends."""
+def fault(e:Exception) -> str:  # what is wrong, in one line that any terminal can show: a name may hold line ends
   text = str(e)
   if isinstance(e, MemoryError): text = "there is not enough memory: take a smaller batch, length or model"
   elif isinstance(e, sqlite3.Error): text = f"tinygrad's cache {CACHEDB} cannot be used ({e}): set CACHELEVEL=0"
