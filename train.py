@@ -3,13 +3,11 @@
 Without arguments it trains the small `atlas` preset on the source text of Python's own library and prints a sample."""
 from __future__ import annotations
 import csv, fcntl, functools, hashlib, inspect, io, itertools, math, multiprocessing, os, pickle, re, resource, signal
-import sqlite3, sys, tempfile
+import sqlite3, sys, tempfile, time
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from os.path import expanduser
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, UOp
@@ -25,8 +23,7 @@ from data import Saved, Task, Text, refuse
 Source = Text | Task
 
 @dataclass(frozen=True)
-class Run:
-  """The command's own settings; a model's are those of atlas.Config."""
+class Run:  # the command's own settings; a model's are those of atlas.Config
   mode: str = "train"           # train | sample | eval | export | bench | plot | params
   preset: str = "atlas"         # named model, see atlas.PRESETS
   size: str = "tiny"            # tiny | 170m | 340m | 760m | 1.3b
@@ -64,9 +61,9 @@ READERS = ("sample", "eval", "export")                 # modes that need a check
 LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # any other number is at least 0
 MOST = {"devices": 64, "cores": 1024}                            # any other whole number is at most 2^31 - 1
 SAMPLING = {"prompt", "tokens", "temperature", "top_k"}
-# Keys that may differ from the checkpoint's, and those of them that do not change the result of training.
-FREE = SAMPLING | set("mode out resume init_from steps save_every eval_every cache presets lengths skip_bad accum "
-                      "devices dtype cores".split())
+# FREE: keys that may differ from the checkpoint's.  QUIET: those of them that do not change the result of training.
+FIXED = set("preset size data task seed batch length lr warmup weight_decay clip".split())
+FREE = Run.__annotations__.keys() - FIXED | {"dtype"}
 QUIET = FREE - {"steps", "init_from", "dtype"}
 
 # *** the command line ***
@@ -77,17 +74,17 @@ def parse(argv:list[str]) -> tuple[dict, dict]:
     advice = f"write {word.strip('-=') or 'steps'}=... (--help lists the keys)"
     refuse(word.find("=") < 1, f"{word!r} is not key=value: {advice}")
   pairs = [word.split("=", 1) for word in argv]
-  kinds = {f.name: type(f.default) for cls in (Config, Run) for f in fields(cls)}
+  kinds:dict[str, Any] = {f.name: type(f.default) for cls in (Config, Run) for f in fields(cls)}
   for key, _ in pairs: refuse(key not in kinds, f"{key} is not a setting{atlas.nearest(key, kinds)}")
-  settings = {key: value(key, word, kinds[key]) for key, word in pairs}
+  settings = dict[str, Any]()
+  for key, word in pairs:
+    kind, truth = kinds[key], {"1": True, "true": True, "0": False, "false": False}
+    try: settings[key] = truth[word.lower()] if kind is bool else kind(word)
+    except (ValueError, KeyError): raise ValueError(f"{key}={word!r} is not {atlas.KINDS[kind]}: give one") from None
   own = {key: x for key, x in settings.items() if hasattr(Run, key)}
   return own, {key: x for key, x in settings.items() if key not in own}
-def value(key:str, word:str, kind:type) -> Any:
-  try: return {"1": True, "true": True, "0": False, "false": False}[word.lower()] if kind is bool else kind(word)
-  except (ValueError, KeyError): raise ValueError(f"{key}={word!r} is not {atlas.KINDS[kind]}: give one") from None
 
-def check_run(run:Run, own:dict) -> None:
-  """Raises ValueError for a number out of range, or for keys of the command line that exclude each other."""
+def check_run(run:Run, own:dict) -> None:                # numbers are in range, and no keys exclude each other
   refuse(run.mode not in MODES, f"mode={run.mode!r} is unknown{atlas.nearest(run.mode, MODES)}")
   for name, x in vars(run).items():
     if type(x) not in (int, float): continue
@@ -95,9 +92,8 @@ def check_run(run:Run, own:dict) -> None:
     refuse(not least <= x < math.inf, f"{name}={x} must be {least} or more: its default is {default}")
     refuse(type(x) is int and x > most, f"{name}={x} is too large: take {most} or less")
   refuse(run.mode in READERS and run.init_from, f"init_from={run.init_from} is for training: name a folder with out=")
-  refuse(run.mode == "bench" and run.devices > 1, f"devices={run.devices} is for training, and mode=bench times one: "
-         "leave it out")
-  both = {"task", "data"} <= own.keys()
+  several, both = run.mode == "bench" and run.devices > 1, {"task", "data"} <= own.keys()
+  refuse(several, f"devices={run.devices} is for training, and mode=bench times one: leave it out")
   refuse(both, f"data={run.data} and task={run.task} are two things to read: give one of them")
 
 def warn(line:str) -> None: print(line, file=sys.stderr)
@@ -105,15 +101,13 @@ def ended(line:str, code:int=0) -> int:  # the last line of a command, on stderr
   (warn if code else print)(line)
   return code
 def reason(e:Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0][:120]
-def attempt(compute:Callable, fault:str, advice:str) -> None:
-  """Runs a small computation past the caches.  ValueError, with fault and advice, for whatever a driver raises."""
+def attempt(compute:Callable, fault:str, advice:str) -> None:  # past the caches; ValueError for what a driver raises
   try:
     with Context(CACHELEVEL=0): assert compute() == [3.0, 5.0]
   except Exception as e: raise ValueError(f"{fault} ({reason(e)}): {advice}") from None
 def computed(device:str|None=None) -> Any: return (Tensor([1.0, 2.0], device=device) * 2 + 1).tolist()
 
-def check_parts(run:Run) -> None:
-  """Raises ValueError unless a batch can be taken in parts, and each part be shared by devices that exist."""
+def check_parts(run:Run) -> None:  # a batch can be taken in parts, and each part shared by devices that exist
   part = run.batch // run.accum
   for name, n, whole, size in ("accum", run.accum, "batch", run.batch), ("devices", run.devices, "batch/accum", part):
     divisors = ", ".join(str(d) for d in range(1, min(size, 1024) + 1) if size % d == 0)
@@ -122,17 +116,13 @@ def check_parts(run:Run) -> None:
     attempt(lambda: computed(name), f"devices={run.devices}: {name} cannot be used", f"take devices={i}")
 def listed(run:Run) -> tuple[list[str], list[int]]:      # of a bench
   names, lengths = (run.presets or run.preset).split(","), (run.lengths or str(run.length)).split(",")
-  for name in names:
-    refuse(name not in atlas.PRESETS,
-           f"presets={run.presets}: {name!r} is unknown{atlas.nearest(name, atlas.PRESETS)}")
   for n in lengths:
     sound = re.fullmatch("(?!0+$)[0-9]{1,9}", n)
     refuse(not sound, f"lengths={run.lengths}: {n!r} is not a number of tokens: write lengths=256,2048")
   return names, [int(n) for n in lengths]
 
 @functools.cache
-def open_cache() -> None:
-  """Opens tinygrad's database of kernels for all threads.  One that cannot be used is named, and not used."""
+def open_cache() -> None:  # tinygrad's database of kernels, for all threads; one that cannot be used is named
   try:
     refuse(CACHEDB.startswith(os.path.abspath("~")), "there is no home folder")
     fault = kernels.database().execute("PRAGMA quick_check(1)").fetchone()[0] if CACHELEVEL else "ok"
@@ -144,8 +134,7 @@ def open_cache() -> None:
          "CACHEDB=FILE names another")
 
 def check_device(run:Run) -> None:
-  """Sets how many cores the kernels of a CPU use, here and in processes that this one starts.  Raises ValueError for
-  variables of tinygrad that change types, and for a device that opens but has no compiler."""
+  """Sets the cores of this process and of those that it starts.  ValueError for a device or variables that fail."""
   NUM_CPU_THREADS.value = run.cores or kernels.ALL_CORES
   os.environ["NUM_CPU_THREADS"] = str(NUM_CPU_THREADS.value)
   for name in ("DEFAULT_FLOAT", "DEFAULT_INT", "OPTIM_DTYPE", "SUM_DTYPE", "CONST_LR"):
@@ -160,12 +149,12 @@ def check_dtype(cfg:Config) -> None:                     # no device must have a
   if cfg.dtype != "float32": attempt(gradient, fault, "take dtype=float32")
 
 def check_out(out:Path) -> None:                         # whether files can be written into out, without writing any
-  refuse(Path(os.path.realpath(out)) in (Path.cwd(), *Path.cwd().parents), f"out={out} holds the working folder, so an "
-         "earlier run could not be moved aside: name a folder of its own")
   nearest = next(p for p in (out, *out.absolute().parents) if os.path.lexists(p))
+  holds, closed = Path.cwd().is_relative_to(os.path.realpath(out)), not os.access(nearest, os.W_OK | os.X_OK)
+  advice = "so an earlier run could not be moved aside: name a folder of its own"
+  refuse(holds, f"out={out} holds the working folder, {advice}")
   refuse(not nearest.is_dir(), f"out={out} cannot be a folder, {nearest} is a file: give another out")
-  refuse(not os.access(nearest, os.W_OK | os.X_OK),
-         f"out={out} is not writable: give another out, or change the rights of {nearest}")
+  refuse(closed, f"out={out} is not writable: give another out, or change the rights of {nearest}")
 def usage() -> str:  # every key with its default and meaning, from the comments beside the fields
   lines, model = [__doc__], "The model (a preset and a size set these; what is given here wins)"
   for title, cls in (("The command", Run), (model, Config)):
@@ -176,7 +165,6 @@ def usage() -> str:  # every key with its default and meaning, from the comments
 # *** the folder of a run: checkpoints, one file each (see atlas.save), and log.csv ***
 def checkpoints(out:Path) -> list[Path]: return sorted(out.glob("step_*.safetensors"))
 def checkpoint(out:Path, step:int) -> Path: return out / f"step_{step:08d}.safetensors"
-def used(out:Path) -> bool: return bool(checkpoints(out)) or (out / "log.csv").exists()
 def read_weights(path:Path) -> Saved:
   saved, advice = data.read_file(path), "another tool wrote it, and nothing tells whether it is whole"
   if not saved.signed: warn(f"warning: {path} is unsigned: {advice}")
@@ -203,25 +191,22 @@ def held(out:Path) -> Iterator[None]:
     except OSError: pass                                 # a file system without locks
     yield
 @contextmanager
-def run_folder(out:Path, start:Saved|None) -> Iterator[None]:
-  """The folder of a run that continues from `start`, for it alone.  A fresh run moves an earlier one aside."""
-  if not start and used(out):
-    with held(out):
-      aside = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-      out.rename(aside)
+def run_folder(out:Path, start:Saved|None) -> Iterator[None]:  # an earlier run moves aside
+  if not start and (checkpoints(out) or (out / "log.csv").exists()):
+    aside = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+    with held(out): out.rename(aside)
     print(f"moved the earlier run to {aside}")
   out.mkdir(parents=True, exist_ok=True)
   with held(out):
     for half in out.glob("*.tmp"): half.unlink()         # a killed run left them
-    for path in checkpoints(out):                        # `newest` passed over those after start: they are damaged
-      if start and path > start.path: path.replace(path.with_suffix(".damaged"))
+    damaged = [path for path in checkpoints(out) if start and path > start.path]            # see `newest`
+    for path in damaged: path.replace(path.with_suffix(".damaged"))
     yield
 
 def decoded_length(run:Run) -> int: return run.length if run.task.partition(":")[0] == "compression" else 0
 def layout(run:Run, cfg:Config) -> dict:  # with the decoder of task=compression (see evaluate.predictions)
   length, width = decoded_length(run), round(cfg.mlp_ratio * cfg.dim)
-  if not length: return atlas.layout(cfg)
-  shapes = {"position": (length, cfg.dim), "in": (2 * width, cfg.dim), "out": (cfg.dim, width)}
+  shapes = {"position": (length, cfg.dim), "in": (2 * width, cfg.dim), "out": (cfg.dim, width)} if length else {}
   return atlas.layout(cfg) | {f"decoder.{n}": (shape, shape[1] ** -0.5) for n, shape in shapes.items()}
 def identity(source:Source) -> dict:                     # what a checkpoint says of its text or task, to know it again
   if isinstance(source, Task): return {"is_bytes": source.is_bytes, "task": source.name} | source.settings
@@ -236,12 +221,11 @@ class Log:
     rows = csv.reader(path.open() if step and path.exists() else [])
     kept = [row for row in rows if len(row) == len(LOG) and row[0].isdecimal() and int(row[0]) <= step]
     evaluate.write_rows(path, LOG, kept)
-    self.file, self.row = path.open("a", newline=""), kept[-1] if kept else []
+    self.file, self.row = path.open("a", buffering=1, newline=""), kept[-1] if kept else []    # flushed at line ends
     self.seconds = float(self.row[-1]) if kept else 0.0
   def write(self, row:list[str]) -> None:
     self.row = row
     csv.writer(self.file).writerow(row)
-    self.file.flush()
   def amend(self, bits:float) -> None:                   # writes the last row again, with what a validation gave
     self.file.truncate(self.file.tell() - len(",".join(self.row) + "\r\n"))
     self.write([*self.row[:3], f"{bits:.6f}", *self.row[4:]])
@@ -255,12 +239,10 @@ def optimizer_for(flat:dict[str, Tensor], weight_decay:float) -> OptimizerGroup:
                                for names, decay in ((decaying, weight_decay), (plain, 0.0))])
   Tensor.realize(*optimizer_state(optimizer).values(), *[o.lr for o in optimizer.optimizers])     # buffers of their own
   return optimizer
-def optimizer_state(optimizer:Any) -> dict[str, Tensor]:
-  """AdamW's moments, flattened over each group, and the powers of its two decay rates."""
+def optimizer_state(optimizer:Any) -> dict[str, Tensor]:  # moments, flat over a group, and powers of decay rates
   moments = [{"m": o.m[0], "v": o.v[0], "b1_t": o.b1_t, "b2_t": o.b2_t} for o in optimizer.optimizers]
   return {f"adam.{i}.{name}": t for i, group in enumerate(moments) for name, t in group.items()}
-def overwrite(t:Tensor, values:np.ndarray) -> None:
-  """Writes into the memory of a realized tensor.  (An assignment stays in its graph, and is made at every read.)"""
+def overwrite(t:Tensor, values:np.ndarray) -> None:      # in memory: an assignment would stay in the tensor's graph
   buffers = t.uop.base.buffer                            # on several devices: one for each
   for buffer in [buffers] if isinstance(buffers, Buffer) else buffers.bufs:
     buffer.copy_from(Buffer("PYTHON", buffer.size, buffer.dtype, opaque=memoryview(bytearray(values.tobytes()))))
@@ -272,12 +254,10 @@ def rate(run:Run, step:int) -> float:  # of a step (from 0): linear warm-up, the
   return run.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
 
 def device_names(run:Run) -> tuple[str, ...]: return tuple(f"{Device.DEFAULT}:{n}" for n in range(run.devices))
-def shared(run:Run, x:Tensor, axis:int|None=None) -> Tensor:
-  """x on all devices of the run, whole or cut along an axis.  With one device it is left where it is."""
+def shared(run:Run, x:Tensor, axis:int|None=None) -> Tensor:  # on all devices of the run, whole or cut along an axis
   return x.shard(device_names(run), axis).realize() if run.devices > 1 else x
 
-def captured(f:Callable) -> Callable:
-  """f, jitted at its first call: TinyJit would run it once before, kernel by kernel, with several times the memory."""
+def captured(f:Callable) -> Callable:  # jitted at its first call: TinyJit would run it once before, in more memory
   jit = TinyJit(f)
   jit.cnt = 1
   return jit
@@ -303,7 +283,6 @@ def training_step(params:dict, cfg:Config, optimizer:OptimizerGroup, clip:float,
     Tensor.realize(loss, norm, eta, *optimizer.schedule_step())
     return loss, norm, eta
   if accum == 1: return captured(lambda x, y: update(*gradients(atlas.cross_entropy, x, y)))
-
   sums = [w.zeros_like().contiguous().realize() for w in weights]
   counts = Tensor.zeros(3, device=weights[0].device).contiguous().realize()       # targets, loss, eta
   def total_loss(logits, y): return atlas.token_losses(logits, y).sum()
@@ -337,16 +316,11 @@ def memory_estimate(cfg:Config, batch:int, length:int) -> float:
 # counts from a random start, or a loaded buffer could have the number of one in use.
 UOp.unique_num = itertools.count(int.from_bytes(os.urandom(6), "little"))
 
-class Step(NamedTuple):  # a training step and the tensors that it changes: its buffers are theirs
-  run: Callable
-  params: dict
-  optimizer: OptimizerGroup
-
+# A training step, and the tensors that it changes: its buffers are theirs.
+Step = NamedTuple("Step", [("run", Callable), ("params", dict), ("optimizer", OptimizerGroup)])
 def cache_folder() -> Path: return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas-tinygrad"
 def sealed(key:str, pickled:bytes) -> bytes: return hashlib.sha256(key.encode() + pickled).digest() + pickled
-def cache_key(run:Run, cfg:Config) -> str:
-  """A hash of settings, sources here and tinygrad's, variables and device.  (Of the processor and the compiler it knows
-  what the key of tinygrad's own cache knows.)"""
+def cache_key(run:Run, cfg:Config) -> str:  # a hash of settings, sources here and tinygrad's, variables and device
   settings = cfg, layout(run, cfg).keys(), run.batch, run.accum, run.devices, run.length, run.weight_decay, run.clip
   modules = [Path(p) for p in (rule.__file__, kernels.__file__, atlas.__file__, evaluate.__file__, __file__)]
   sources = b"".join(p.read_bytes() for p in (*modules, *sorted(Path(tinygrad.__path__[0]).rglob("*.py"))))
@@ -369,8 +343,7 @@ def cached_step(key:str, weights:dict[str, Tensor], optimizer:OptimizerGroup) ->
     for name, t in (weights | optimizer_state(optimizer)).items(): overwrite(tensors[name], t.numpy())
     return step
   return None
-def cache_step(key:str, step:Step) -> None:
-  """Keeps a captured step, and the 8 used last.  That it cannot be pickled or written is no fault."""
+def cache_step(key:str, step:Step) -> None:              # or goes on without; the 8 used last are kept
   step.optimizer.zero_grad()
   with suppress(Exception):
     folder = cache_folder()
@@ -381,9 +354,9 @@ def cache_step(key:str, step:Step) -> None:
     for old in sorted(folder.glob("*.pickle"), key=os.path.getmtime)[:-8]: old.unlink()
 
 # *** training ***
-class Stop:
+class Stop(ExitStack):
   """The first SIGTERM, SIGHUP or Ctrl-C stops after the step, the second, or one while it is `compiling`, at once."""
-  def __init__(self): self.asked, self.compiling, self.old = False, False, dict[int, Any]()
+  asked = compiling = False
   def handle(self, *_) -> None:
     at_once, self.asked = self.asked or self.compiling, True
     line = b"\nstopping\n" if at_once else b"\nstopping after this step; once more stops at once\n"
@@ -393,10 +366,8 @@ class Stop:
     numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN: numbers.remove(signal.SIGHUP)         # by nohup
     with suppress(ValueError):                           # not in the main thread: signals go elsewhere
-      self.old = {number: signal.signal(number, self.handle) for number in numbers}
+      for number in numbers: self.callback(signal.signal, number, signal.signal(number, self.handle))
     return self
-  def __exit__(self, *_) -> None:
-    for number, handler in self.old.items(): signal.signal(number, handler)
 
 class Job(NamedTuple):                                   # a command line that was found to be sound
   run: Run
@@ -440,7 +411,7 @@ def speak(job:Job, params:dict, is_bytes:bool) -> None:
 
 def train(job:Job, stop:Stop) -> int:
   """Trains job.params, from job.start or from step 0; saves, validates, prints a sample.  Returns the exit code."""
-  began, run, cfg, source, out = perf_counter(), job.run, job.cfg, job.source, Path(job.run.out)
+  began, run, cfg, source, out = time.perf_counter(), job.run, job.cfg, job.source, Path(job.run.out)
   assert source
   (step, key), n, solved = prepared(job), 0, False       # n: optimizer steps taken
   if job.start: n, solved = job.start.meta["step"], job.start.meta.get("solved", False)
@@ -449,9 +420,8 @@ def train(job:Job, stop:Stop) -> int:
     params = atlas.unflatten({name: Tensor(w.numpy()).realize() for name, w in get_state_dict(params).items()})
   held_out = evaluate.HeldOut(params, cfg, source, run.batch, run.length, run.seed)
   def gather():
-    weights = get_state_dict(params)
-    for name, w in get_state_dict(step.params).items():
-      if w is not weights[name]: overwrite(weights[name], w.numpy())
+    for copy, w in zip(get_state_dict(params).values(), get_state_dict(step.params).values()):
+      if copy is not w: overwrite(copy, w.numpy())
   def save():
     """Writes a checkpoint and keeps the last two.  What the log says of their steps is on the disk before them."""
     os.fsync(log.file.fileno())
@@ -474,16 +444,15 @@ def train(job:Job, stop:Stop) -> int:
           solved = held_out.right >= SOLVED
           if solved: save()
         if n >= run.steps or stop.asked or solved or changed(source): break
-        stop.compiling, tick, lr = n == first and not cached, perf_counter(), rate(run, n)
+        stop.compiling, tick, lr = n == first and not cached, time.perf_counter(), rate(run, n)
         loss, norm, eta = take_step(run, source, step, n, lr)
-        n, seconds = n + 1, perf_counter() - tick
-        tokens, all_seconds = run.batch * run.length, log.seconds + perf_counter() - began
+        n, seconds = n + 1, time.perf_counter() - tick
+        tokens, all_seconds = run.batch * run.length, log.seconds + time.perf_counter() - began
         row = f"{n},{n * tokens},{loss:.6f},,{lr:.8g},{norm:.6f},{eta:.8g},{tokens / seconds:.1f},{all_seconds:.2f}"
         log.write(row.split(","))
         bar.update()
         bar.set_postfix_str(f"loss {loss:.3f}, {loss / math.log(2):.3f} bits/{evaluate.unit(source)}, memory step "
-                            f"{eta:.4f}, {seconds * 1e3:.0f} ms, {tokens / seconds:.0f} tok/s, "
-                            f"{GlobalCounters.mem_used / 1e6:.0f} MB")
+                            f"{eta:.4f}, {tokens / seconds:.0f} tok/s, {GlobalCounters.mem_used / 1e6:.0f} MB")
         if n == first + 1 and key: cache_step(key, step)
         stop.compiling = False
         if n == run.steps or run.save_every and n % run.save_every == 0: save()
@@ -498,7 +467,7 @@ def train(job:Job, stop:Stop) -> int:
     if solved and ends_early: print(f"{SOLVED:.0%} right after {n} steps: done early")
     if run.eval_every: held_out.report(out, n, run.tokens)
     if isinstance(source, Text) and not stop.asked: speak(job, params, source.is_bytes)
-    print(f"{perf_counter() - began:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {left}")
+    print(f"{time.perf_counter() - began:.0f} s in all, at most {peak_mb():.0f} MB; checkpoint: {left}")
     if not (job.check_band and len(bits)) or least <= bits.mean() <= most: return 0
     return ended(f"error: {bits.mean():.3f} bits per byte is outside the band {least} to {most} of this run", 1)
   except FloatingPointError as e:                        # a checkpoint of these weights that this run wrote is removed
@@ -515,33 +484,29 @@ COLUMNS = tuple("preset backend length batch params first_step_s step_ms tok_s k
                 "cores memory products rest".split())
 def peak_mb() -> float:                                  # the most memory that this process has held so far
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 1024)
-def timed(f:Callable, *args) -> float:                   # seconds until the first result of a call is there
-  GlobalCounters.reset()
-  began = perf_counter()
-  f(*args)[0].numpy()
-  return perf_counter() - began
 def shares(step:Callable[[], Any]) -> list[str]:
   """The shares of the memory, of dense products (of kernels.py) and of other kernels in a step, from the times that
   tinygrad prints.  They are empty where a device runs several kernels as one."""
-  with Context(DEBUG=2), redirect_stdout(io.StringIO()) as shown: step()
+  with Context(DEBUG=2, TRAINING=1), redirect_stdout(io.StringIO()) as shown: step()
   text, seconds = ansistrip(shown.getvalue()), {"memory": 0.0, "matmul": 0.0, "": 1e-12}
-  for name, time, unit in re.findall(r" (memory|matmul|)\S* +arg .* tm +([\d.]+)([mu]?)s/", text):
-    seconds[name] += float(time) / {"": 1, "m": 1e3, "u": 1e6}[unit]
+  for name, number, unit in re.findall(r" (memory|matmul|)\S* +arg .* tm +([\d.]+)([mu]?)s/", text):
+    seconds[name] += float(number) / {"": 1, "m": 1e3, "u": 1e6}[unit]
   return ["" if "batched" in text else f"{x / sum(seconds.values()):.3f}" for x in seconds.values()]
-def bench_row(run:Run, cfg:Config, length:int) -> list:
-  """COLUMNS from params on, of a model alone in its process: medians of 5 steps after the compiled."""
-  params, rng, count = atlas.init(cfg, run.seed), np.random.default_rng(run.seed), GlobalCounters
-  optimizer = optimizer_for(get_state_dict(params), run.weight_decay)
-  step = training_step(params, cfg, optimizer, run.clip, run.accum)
-  x, y = [Tensor(rng.integers(0, cfg.vocab, (run.batch, length), np.int32)).realize() for _ in range(2)]
-  with Context(TRAINING=1): times = [timed(step, x, y) for _ in range(8)]
+def bench_row(run:Run, cfg:Config) -> list:              # COLUMNS from params on; the median of 5 steps
+  tokens, times, count = np.random.default_rng(run.seed).integers(0, cfg.vocab, 4096 + run.length), [], GlobalCounters
+  text, job = Text("", tokens, tokens, False, "", "", None), Job(run, cfg, params=atlas.init(cfg, run.seed))
+  step, _ = prepared(job)
+  def one_step(): take_step(run, text, step, 0, 0.0)
+  for _ in range(8):
+    began = time.perf_counter()
+    with Context(TRAINING=1): one_step()
+    times.append(time.perf_counter() - began)
   seconds = float(np.median(times[3:]))
-  row = [atlas.parts(cfg)["total"], f"{times[0]:.1f}", f"{seconds * 1e3:.1f}", f"{run.batch * length / seconds:.0f}",
-         count.kernel_count, f"{count.global_ops / 1e9:.2f}", f"{count.global_mem / 1e9:.3f}", f"{peak_mb():.0f}"]
-  return [*row, NUM_CPU_THREADS.value, *shares(lambda: step(x, y))]
+  row = [atlas.parts(cfg)["total"], f"{times[0]:.1f}", f"{seconds * 1e3:.1f}",
+         f"{run.batch * run.length / seconds:.0f}", count.kernel_count, f"{count.global_ops / 1e9:.2f}"]
+  return [*row, f"{count.global_mem / 1e9:.3f}", f"{peak_mb():.0f}", NUM_CPU_THREADS.value, *shares(one_step)]
 
-def bench(run:Run, model:dict) -> None:
-  """Times every preset at every length, each in a process of its own; prints a table and writes it to out/bench.csv."""
+def bench(run:Run, model:dict) -> None:                  # each preset and length in a process of its own
   path, rows = Path(run.out) / "bench.csv", list[list]()
   available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if kernels.on_cpu(Device.DEFAULT) else math.inf
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -550,11 +515,10 @@ def bench(run:Run, model:dict) -> None:
     cfg = atlas.preset(name, run.size, **model)
     form = "fused" if kernels.takes_fused(cfg, Tensor.empty(1)) else "ops"
     rows.append([name, "softmax" if cfg.mixer == "attention" else form, length, run.batch])
-    estimate = memory_estimate(cfg, run.batch // run.accum, length)
     try:
-      if estimate > available: raise MemoryError
+      if memory_estimate(cfg, run.batch // run.accum, length) > available: raise MemoryError
       with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        rows[-1] += pool.submit(bench_row, run, cfg, length).result()
+        rows[-1] += pool.submit(bench_row, replace(run, length=length, cache=False), cfg).result()
     except (MemoryError, BrokenExecutor): rows[-1] += ["does not fit", *[""] * (len(COLUMNS) - 5)]
     evaluate.write_rows(path, COLUMNS, rows)
     print("  ".join(f"{x!s:>12s}" for x in rows[-1]), flush=True)
@@ -581,39 +545,43 @@ def describe(run:Run, cfg:Config, source:Source|None) -> None:
   elif source: print(f"text: {source.name}, {len(source.train):,} tokens to train on, {len(source.val):,} to validate "
                      f"(sha256 {source.digest[:16]})")
 
-def fresh_config(run:Run, own:dict, model:dict) -> Config:
-  """The model's settings where no checkpoint has them: those of init_from unless a key, a size or a preset differs."""
+def fresh_config(run:Run, model:dict) -> Config:         # the model's settings where no file of weights has them
   if run.mode == "bench": return [atlas.preset(name, run.size, **model) for name in listed(run)[0]][0]
   horizon = min(max(Config.horizon, run.length), 1 << 20)                       # what is trained on lies within it
-  cfg = atlas.preset(run.preset, run.size, **{"horizon": horizon} | model)
-  if not run.init_from: return cfg
-  try: before = atlas.config_of(data.read_file(expanduser(run.init_from)))
-  except ValueError: return cfg                          # its fault is reported in its turn, see imported
-  asked = set(model).union(atlas.SIZES[run.size] if "size" in own else (),
-                           *(atlas.PRESETS.values() if "preset" in own else ()))
-  changes = {"horizon": max(before.horizon, horizon)} | {name: getattr(cfg, name) for name in asked}
+  return atlas.preset(run.preset, run.size, **{"horizon": horizon} | model)
+def imported(run:Run, cfg:Config, own:dict, model:dict) -> tuple[Config, dict]:
+  """The settings of init_from, but those that a key, a size or a preset asks for, which are printed; its weights."""
+  path = Path(os.path.expanduser(run.init_from))
+  refuse(not path.is_file(), f"init_from={path} does not exist: name a checkpoint or an exported file")
+  saved = read_weights(path)
+  before, asked = atlas.config_of(saved), set(model)
+  if "size" in own: asked |= atlas.SIZES[run.size].keys()
+  if "preset" in own: asked = asked.union(*atlas.PRESETS.values())
+  changes = {"horizon": max(before.horizon, cfg.horizon)} | {name: getattr(cfg, name) for name in asked}
   if "chunk" in asked: changes.setdefault("muon_every", math.gcd(before.muon_every, cfg.chunk))
-  return replace(before, **changes)
+  cfg = replace(before, **changes)
+  params, settings = atlas.weights_of(saved, layout(run, cfg)), asdict(before)
+  for name, x in asdict(cfg).items():
+    if x != settings[name]: print(f"warning: {name}={x} here, and {path} was made with {name}={settings[name]}")
+  return cfg, params
 def from_checkpoint(start:Saved, run:Run, own:dict, model:dict) -> tuple[Run, Config]:
   """The settings of a checkpoint, with the free ones of the command line.  ValueError for a key that contradicts it."""
   path, advice = start.path, f"name a checkpoint, or give init_from={start.path}"
   missing = {"step", "run", "text", "config"} - start.meta.keys()
   refuse(missing, f"{path} holds weights and no run to continue: {advice}")
   recorded, free, now = start.meta["run"], FREE, {"mode", "out", "resume", "init_from", "cores"}
-  if run.mode != "train": free, now = free | {"data", "batch", "seed", "horizon"}, now | SAMPLING | {"seed"}
-  if run.mode != "train" and run.task: free = free | {"task", "length"}
+  if run.mode != "train":
+    free, now = free | {"data", "task", "length", "batch", "seed", "horizon"}, now | SAMPLING | {"seed"}
   for key, x in (own | model).items():
     before = (recorded | start.meta["config"]).get(key)
     refuse(key not in free and before != x, f"{key}={x} contradicts the checkpoint {path}, made with {key}={before}: "
            f"leave {key} out, or train anew in another out")
-  cfg = replace(atlas.config_of(start), **{k: x for k, x in model.items() if k in free})
-  try: return Run(**recorded | own | {k: getattr(run, k) for k in now}), cfg
-  except TypeError:
-    raise ValueError(f"{path} has settings that are unknown here: use the version that made it") from None
-def opened(run:Run, cfg:Config, task:Task|None, named:bool) -> Source:
-  """What the run reads: text named for evaluation whole.  ValueError for a token outside the vocabulary."""
-  whole = named and run.mode == "eval"
-  if whole: return data.load(run.data, cfg.vocab, 1, parts=1)
+  unknown, cfg = recorded.keys() - vars(run).keys(), atlas.config_of(start)
+  refuse(unknown, f"{path} has settings that are unknown here: use the version that made it")
+  settings = recorded | own | {k: getattr(run, k) for k in now}
+  return Run(**settings), replace(cfg, **{k: x for k, x in model.items() if k in free})
+def opened(run:Run, cfg:Config, task:Task|None, named:bool) -> Source:  # text named for evaluation is read whole
+  if named and run.mode == "eval": return data.load(run.data, cfg.vocab, 1, parts=1)
   if not task: return data.load(run.data, cfg.vocab, run.length)
   highest, advice = max(int(z.max()) for z in task.batch(1, run.seed, 0)), "give the task vocab="
   refuse(task.vocab > cfg.vocab, f"task={run.task} has {task.vocab} tokens, the model vocab={cfg.vocab}: {advice}")
@@ -630,18 +598,10 @@ def restored(run:Run, cfg:Config, start:Saved, source:Source|None, lines:bool) -
   refuse(is_task and decoded_length(before) != decoded_length(run), f"{what} does not fit {start.path}, made with "
          f"task={before.task}: compression has a decoder for its own length")
   return atlas.weights_of(start, layout(before, cfg))
-def imported(run:Run, cfg:Config) -> dict:               # prints which settings of init_from are not those of this run
-  path = Path(expanduser(run.init_from))
-  refuse(not path.is_file(), f"init_from={path} does not exist: name a checkpoint or an exported file")
-  saved = read_weights(path)
-  params, before = atlas.weights_of(saved, layout(run, cfg)), asdict(atlas.config_of(saved))
-  for name, x in asdict(cfg).items():
-    if x != before[name]: print(f"warning: {name}={x} here, and {path} was made with {name}={before[name]}")
-  return params
 
 def resolve(own:dict, model:dict) -> Job:
   """Finds what is wrong, with parse in this order: syntax, keys, types, combinations, device, data, checkpoint, out."""
-  run = Run(**own | {"out": expanduser(own.get("out", Run.out))})
+  run = Run(**own | {"out": os.path.expanduser(own.get("out", Run.out))})
   check_run(run, own)
   out, named = Path(run.out), "data" in own
   reads, trains = run.mode in ("train", "eval"), run.mode in ("train", "bench")
@@ -652,15 +612,16 @@ def resolve(own:dict, model:dict) -> Job:
   if task and run.mode == "train":
     run, model = replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
   continued = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
-  cfg = Config() if continued else fresh_config(run, own, model)         # with a checkpoint, its settings count
+  cfg = Config() if continued else fresh_config(run, model)         # with a checkpoint, its settings count
   check_device(run)
   lines = start = params = source = None
   if run.mode == "eval" and run.data.endswith(".jsonl"):
-    lines = evaluate.json_lines(Path(expanduser(run.data)), run.skip_bad)
-  elif named and reads and (continued or run.mode == "eval"): data.read(run.data)    # faults of data come first
+    lines = evaluate.json_lines(Path(os.path.expanduser(run.data)), run.skip_bad)
+  elif named and reads and (continued or run.init_from or run.mode == "eval"): data.read(run.data)  # its faults first
   if continued:
     start = newest(out)
     run, cfg = from_checkpoint(start, run, own, model)
+  elif run.init_from: cfg, params = imported(run, cfg, own, model)
   refuse(not start and run.mode in READERS, f"out={run.out} has no checkpoint: train first, or name the folder of one")
   if trains: check_parts(run)
   check_dtype(cfg)
@@ -673,13 +634,11 @@ def resolve(own:dict, model:dict) -> Job:
   if start: params = restored(run, cfg, start, source, bool(lines))
   is_bytes = start.meta["text"]["is_bytes"] if start else not ids
   prompt = () if task else tuple(evaluate.prompt_ids(run.prompt, cfg, is_bytes))
-  if run.init_from and not start: params = imported(run, cfg)
   if trains: check_out(out)
   check_band = run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET
   return Job(run, cfg, source, start, params, prompt, check_band, lines)
 
-def perform(job:Job, own:dict, model:dict) -> int:
-  """What the command line asks for, once it is known to be sound.  Returns the exit code."""
+def perform(job:Job, own:dict, model:dict) -> int:       # what a sound command line asks for; returns the exit code
   run, cfg, start, source, params, out = job.run, job.cfg, job.start, job.source, job.params, Path(job.run.out)
   if run.mode == "train": describe(run, cfg, source)
   if run.mode == "params": show_params(own, model)
@@ -702,13 +661,12 @@ def perform(job:Job, own:dict, model:dict) -> int:
   else: speak(job, params, start.meta["text"]["is_bytes"])
   return 0
 def fault(e:Exception) -> str:  # what is wrong, in one line that any terminal can show: a name may hold line ends
-  text = str(e)
-  if isinstance(e, MemoryError): text = "there is not enough memory: take a smaller batch, length or model"
-  elif isinstance(e, sqlite3.Error): text = f"tinygrad's cache {CACHEDB} cannot be used ({e}): set CACHELEVEL=0"
-  elif isinstance(e, OSError) and e.filename: text = f"{e.filename} cannot be used ({e.strerror}): give another path"
-  elif isinstance(e, OSError):
-    text = f"a file cannot be written ({e.strerror}): make room; what was saved before is whole"
-  return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+  why = str(e)
+  if isinstance(e, MemoryError): why = "there is not enough memory: take a smaller batch, length or model"
+  if isinstance(e, sqlite3.Error): why = f"tinygrad's cache {CACHEDB} cannot be used ({e}): set CACHELEVEL=0"
+  if isinstance(e, OSError): why = f"a file cannot be written ({e.strerror}): make room; what was saved before is whole"
+  if isinstance(e, OSError) and e.filename: why = f"{e.filename} cannot be used ({e.strerror}): give another path"
+  return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in why)
 
 @evaluate.shown()
 def main(argv:list[str]) -> int:
