@@ -67,8 +67,7 @@ FREE = Run.__annotations__.keys() - FIXED | {"dtype"}
 QUIET = FREE - {"steps", "init_from", "dtype"}
 
 # *** the command line ***
-def parse(argv:list[str]) -> tuple[dict, dict]:
-  """key=value words -> the Run keys and the Config keys that were given, as their types.  ValueError in one line."""
+def parse(argv:list[str]) -> tuple[dict, dict]:  # key=value words -> settings of Run, and of Config, as their types
   for word in argv:
     refuse(re.search(r"[\0\ud800-\udfff]", word), f"{word!r} is not text: write it in UTF-8, without zero bytes")
     advice = f"write {word.strip('-=') or 'steps'}=... (--help lists the keys)"
@@ -180,8 +179,7 @@ def newest(out:Path) -> Saved:                           # the newest checkpoint
   raise ValueError(faults[0])
 class Taken(ValueError): pass
 @contextmanager
-def held(out:Path) -> Iterator[None]:
-  """Keeps other runs out of a folder, or raises Taken.  The folder itself is locked, so the lock moves with it."""
+def held(out:Path) -> Iterator[None]:                    # no other run may take it; its lock moves with it
   with ExitStack() as stack:
     folder = os.open(out, os.O_RDONLY)
     stack.callback(os.close, folder)
@@ -214,8 +212,7 @@ def identity(source:Source) -> dict:                     # what a checkpoint say
   return {"is_bytes": source.is_bytes, "tokens": len(source.train) + len(source.val)} | digests
 
 LOG = "step tokens loss val_bpb lr grad_norm eta tok_s seconds".split()
-class Log:
-  """out/log.csv, open for the row after `step`; rows after a restored step are dropped.  `row` is the last one."""
+class Log:  # out/log.csv without the rows after a restored step; `row` is the last one
   def __init__(self, out:Path, step:int):
     path = out / "log.csv"
     rows = csv.reader(path.open() if step and path.exists() else [])
@@ -297,7 +294,7 @@ def training_step(params:dict, cfg:Config, optimizer:OptimizerGroup, clip:float,
 
 def memory_estimate(cfg:Config, batch:int, length:int) -> float:
   """About how many bytes a process holds in training, fitted to ten settings: weights, gradients and moments; what the
-  backward pass keeps of each token; and on a CPU Python with the code of the kernels."""
+  backward pass keeps of each token; and Python with the code of kernels on a CPU, where a core adds next to nothing."""
   token = 6.0 * cfg.dim + 4 * round(cfg.mlp_ratio * cfg.dim) + 3 * cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
   process = 110e6 if kernels.on_cpu(Device.DEFAULT) else 0.0
   if cfg.mixer != "memory": token += 2.6 * cfg.heads * (min(length, 2 * cfg.attn_window) if cfg.attn_window else length)
@@ -330,8 +327,7 @@ def cache_key(run:Run, cfg:Config) -> str:  # a hash of settings, sources here a
   key = settings, variables, sys.version, str(Device[Device.DEFAULT].renderer.target), Device.DEFAULT, __name__
   return hashlib.sha256(repr(key).encode() + sources).hexdigest()
 def cached_step(key:str, weights:dict[str, Tensor], optimizer:OptimizerGroup) -> Step|None:
-  """The compiled step of that key, with the values of weights and optimizer; or None.  It is a pickle, so it is read
-  only if it is whole, and if folder and file are this user's and no one else may write them."""
+  """That step with the values of weights and optimizer, or None.  A pickle is read only if no one else may write it."""
   with suppress(Exception):
     path = cache_folder() / f"{key}.pickle"
     if any(z.st_uid != os.getuid() or z.st_mode & 0o022 for z in (path.parent.stat(), path.stat())): return None
@@ -379,8 +375,7 @@ class Job(NamedTuple):                                   # a command line that w
   check_band: bool = False
   lines: tuple[list, int]|None = None         # those of a .jsonl file, and how many bad ones were skipped
 
-def prepared(job:Job) -> tuple[Step, str]:
-  """The training step with the weights and moments to start from; the key to keep it under, empty where none is to."""
+def prepared(job:Job) -> tuple[Step, str]:  # the step to start with; the key to keep it under, empty where none is to
   run, cfg, start, params = job.run, job.cfg, job.start, job.params or {}
   flat = get_state_dict(params)
   for weight in flat.values(): weight.replace(shared(run, weight))
@@ -409,10 +404,9 @@ def speak(job:Job, params:dict, is_bytes:bool) -> None:
   run, prompt = job.run, list(job.prompt)
   evaluate.sample(params, job.cfg, prompt, is_bytes, run.tokens or 200, run.temperature, run.top_k, run.seed)
 
-def train(job:Job, stop:Stop) -> int:
+def train(job:Job, source:Source, stop:Stop) -> int:
   """Trains job.params, from job.start or from step 0; saves, validates, prints a sample.  Returns the exit code."""
-  began, run, cfg, source, out = time.perf_counter(), job.run, job.cfg, job.source, Path(job.run.out)
-  assert source
+  began, run, cfg, out = time.perf_counter(), job.run, job.cfg, Path(job.run.out)
   (step, key), n, solved = prepared(job), 0, False       # n: optimizer steps taken
   if job.start: n, solved = job.start.meta["step"], job.start.meta.get("solved", False)
   first, cached, log, params = n, run.cache and not key, Log(out, n), step.params
@@ -422,9 +416,8 @@ def train(job:Job, stop:Stop) -> int:
   def gather():
     for copy, w in zip(get_state_dict(params).values(), get_state_dict(step.params).values()):
       if copy is not w: overwrite(copy, w.numpy())
-  def save():
-    """Writes a checkpoint and keeps the last two.  What the log says of their steps is on the disk before them."""
-    os.fsync(log.file.fileno())
+  def save():                                            # and the last two checkpoints are kept
+    os.fsync(log.file.fileno())                          # its rows are on the disk before a checkpoint of their step
     weights = {f"weights.{name}": w for name, w in get_state_dict(step.params).items()}
     meta = {"step": n, "solved": solved, "config": asdict(cfg), "run": asdict(run), "text": identity(source)}
     atlas.save(checkpoint(out, n), weights | optimizer_state(step.optimizer), meta)
@@ -485,8 +478,7 @@ COLUMNS = tuple("preset backend length batch params first_step_s step_ms tok_s k
 def peak_mb() -> float:                                  # the most memory that this process has held so far
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 1024)
 def shares(step:Callable[[], Any]) -> list[str]:
-  """The shares of the memory, of dense products (of kernels.py) and of other kernels in a step, from the times that
-  tinygrad prints.  They are empty where a device runs several kernels as one."""
+  """Shares of kernels.py's memory and products, and of the rest, in a step; empty where kernels run as one."""
   with Context(DEBUG=2, TRAINING=1), redirect_stdout(io.StringIO()) as shown: step()
   text, seconds = ansistrip(shown.getvalue()), {"memory": 0.0, "matmul": 0.0, "": 1e-12}
   for name, number, unit in re.findall(r" (memory|matmul|)\S* +arg .* tm +([\d.]+)([mu]?)s/", text):
@@ -645,9 +637,9 @@ def perform(job:Job, own:dict, model:dict) -> int:       # what a sound command 
   elif run.steps == 0: return 0
   elif run.mode == "bench": bench(run, model)
   elif run.mode == "plot": evaluate.plot(out)
-  elif run.mode == "train":
-    params = params or atlas.filled(layout(run, cfg), run.seed)
-    with Stop() as stop, run_folder(out, start): return train(job._replace(params=params), stop)
+  elif run.mode == "train" and source:
+    job = job._replace(params=params or atlas.filled(layout(run, cfg), run.seed))
+    with Stop() as stop, run_folder(out, start): return train(job, source, stop)
   elif not (start and params): pass
   elif run.mode == "export":
     path, flat = out / "weights.safetensors", get_state_dict(params)
