@@ -7,7 +7,7 @@ loop nests of them and their adjoints; dense products (`matmul`); the recurrence
 which takes one of the forms.
 """
 from __future__ import annotations
-import contextlib, ctypes, functools, itertools, math, operator, os, sqlite3, subprocess, sys, time
+import contextlib, ctypes, functools, itertools, math, operator, os, re, sqlite3, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +89,7 @@ class Vectors(NamedTuple):
   """The vector registers of a CPU."""
   lanes:int                                 # numbers in one of them
   registers:int
+  long_counters:bool = False                # whether the compiler needs loop counters of 64 bits, see compiled
 
 @functools.cache
 def vectors(device:str) -> Vectors:
@@ -100,11 +101,15 @@ def vectors(device:str) -> Vectors:
     void loop(float *x) { for (int i = 0; i < 4096; i++) x[i] *= 2; }
     #ifdef __AVX512VL__
     void twice_the_registers(void) {}
+    #endif
+    #if __clang_major__ < 16
+    void long_counters(void) {}
     #endif"""
   assembly = subprocess.check_output([os.environ.get("CC", "clang"), *options], input=source)
-  if b"zmm" in assembly: return Vectors(16, 32)
-  if b"ymm" in assembly: return Vectors(8, 32 if b"twice" in assembly else 16)
-  return Vectors(4, 32 if b".4s" in assembly else 16)      # NEON; SSE
+  long = b"long_counters" in assembly
+  if b"zmm" in assembly: return Vectors(16, 32, long)
+  if b"ymm" in assembly: return Vectors(8, 32 if b"twice" in assembly else 16, long)
+  return Vectors(4, 32 if b".4s" in assembly else 16, long)            # NEON; SSE
 
 @functools.cache
 def tile_shape(R:int, C:int, vectors:Vectors) -> tuple[int, int]:
@@ -571,7 +576,11 @@ def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compi
   """A kernel as source code; tinygrad compiles the code with the other kernels of a step, in its worker processes.  The
   thousands of operations are not kept, since every pass over the graph would visit them.  Three passes cost the
   square of a kernel's length and are not needed: the search for barriers around LOCAL memory, the search for the order
-  of loops, and the comparison of operations that differ only in their waits."""
+  of loops, and the comparison of operations that differ only in their waits.
+
+  clang 14 and 15 need minutes for a long kernel whose loop counters have 32 bits: wherever the counters become
+  addresses, LLVM's ScalarEvolution proves anew, through all loops, that they do not overflow.  Counters of 64 bits need
+  no proof, but their kernels are a little slower, so newer compilers keep 32 bits."""
   replaced = {"pm_implicit_barriers": NO_BARRIERS, "CFGContext": LoopOrder, "pm_to_program": TO_SOURCE}
   original, renderer = {name: getattr(codegen, name) for name in replaced}, Device[device].renderer
   for name, x in replaced.items(): setattr(codegen, name, x)
@@ -583,8 +592,11 @@ def compiled(args:list[str], size:dict[str, int], sink:UOp, device:str) -> Compi
   params = [u for u in program.src[1].src if u.op is Ops.PARAM]
   for n, u in enumerate(params[:len(program.arg.globals)]):
     if args[n] in SCRATCH: params[n] = u.replace(arg=replace(u.arg, name=args[n]))
-  light = (UOp(Ops.SINK, arg=program.src[0].arg), program.src[1].replace(src=tuple(params)), *program.src[2:])
-  return Compiled(args[:len(program.arg.globals)], size, program.replace(src=light))
+  light = [UOp(Ops.SINK, arg=program.src[0].arg), program.src[1].replace(src=tuple(params)), *program.src[2:]]
+  if vectors(device).long_counters:
+    def lengthened(u): return u.replace(arg=re.sub(r"\bint (?=(alu|Lidx)\d)", "long ", u.arg))
+    light = [lengthened(u) if u.op is Ops.SOURCE else u for u in light]
+  return Compiled(args[:len(program.arg.globals)], size, program.replace(src=tuple(light)))
 
 def run_kernel(kernel:Compiled, inputs:dict[str, Tensor], device:str, grad_fxn:Callable|None=None) -> dict[str, Tensor]:
   """Every argument after the call; those without an input are new."""

@@ -661,6 +661,19 @@ def test_ctrl_c_waits_for_the_parts_that_run(cores):
   with pytest.raises(KeyboardInterrupt): kernels.parallel_call(Program(), global_size=(2, 1, 1), vals=(None,))
   assert done == [1]
 
+@pytest.mark.skipif(Device.DEFAULT != "CPU", reason="clang is the CPU device's compiler")
+def test_an_old_compiler_gets_long_loop_counters_and_the_same_results(monkeypatch):
+  """clang 14 and 15 take minutes for those of 32 bits."""
+  x, y = [Tensor(np.random.default_rng(0).normal(size=(3, 16, 24)).astype(np.float32)) for _ in range(2)]
+  expected, vectors = kernels.matmul(x, y, yt=True).numpy(), kernels.vectors("CPU")
+  monkeypatch.setattr(kernels, "vectors", lambda device: vectors._replace(long_counters=True))
+  kernels.matmul_kernel.cache_clear()
+  kernel = kernels.matmul_kernel(3, 16, 16, 24, False, True, 1, "CPU")
+  source = next(u.arg for u in kernel.program.src if u.op is Ops.SOURCE)
+  assert re.search("for .long Lidx", source) and not re.search(r"\bint (Lidx|alu)", source)
+  np.testing.assert_array_equal(kernels.matmul(x, y, yt=True).numpy(), expected)
+  kernels.matmul_kernel.cache_clear()
+
 @cases("vectors,shape,expected", [
   (kernels.Vectors(16, 32), (64, 256), (4, 64)), (kernels.Vectors(8, 32), (64, 256), (4, 32)),
   (kernels.Vectors(8, 16), (64, 256), (2, 32)), (kernels.Vectors(8, 16), (96, 24), (4, 24)),
