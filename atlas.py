@@ -33,7 +33,7 @@ import data, kernels, rule
 from rule import named, part_of, sizes
 
 State = dict[str, Tensor]                                # flat: "0.memory.M.W1" is a matrix of block 0's memory
-Mixed = tuple[Tensor, State, Tensor]                     # what a mixer returns: y (B,T,.), the state after it, mean eta
+Mixed = tuple[Tensor, State, State]                      # of a mixer: y (B,T,.), state after it, inputs of its heads
 Layout = dict[str, tuple[tuple[int, ...], float|np.ndarray]]       # of parameters: name -> shape, initial values
 Pair = tuple[Tensor, ...]                                # keys and values, or cos and sin
 Place = int|Tensor                                       # an index: a Tensor if one compiled step serves all positions
@@ -100,17 +100,14 @@ def check_memory(cfg:Config) -> None:
   """ValueError where the settings of the memory do not go together."""
   rule.feature_size(cfg.key_dim, cfg.features, cfg.degree)
   is_linear, exp = rule.STEPS[cfg.optimizer].linear, f"features={cfg.features}"
-  if expands(cfg) and cfg.memory == "gated":
-    raise ValueError(f"memory=gated has two first layers to expand, and {exp} keeps one: take mlp or linear")
-  if expands(cfg) and not is_linear:
-    raise ValueError(f"optimizer={cfg.optimizer} has no matrix to orthogonalise with {exp}, whose expansion is as long "
-                     "as the stream: take gd")
-  if expands(cfg) and cfg.backend == "fused":
-    raise ValueError("backend=fused keeps matrices, and the expansion of "
-                     f"{exp} grows with the stream: take ops or auto")
-  if expands(cfg) and cfg.memory == "mlp" and not cfg.anchors:
-    raise ValueError("anchors=0 leaves the first layer of memory=mlp at 0 with "
-                     f"{exp}: take 1 or more, or memory=linear")
+  data.refuse(expands(cfg) and cfg.memory == "gated",
+              f"memory=gated has two first layers to expand, and {exp} keeps one: take mlp or linear")
+  data.refuse(expands(cfg) and not is_linear, f"optimizer={cfg.optimizer} has no matrix to orthogonalise with {exp}, "
+              "whose expansion is as long as the stream: take gd")
+  data.refuse(expands(cfg) and cfg.backend == "fused",
+              f"backend=fused keeps matrices, and the expansion of {exp} grows with the stream: take ops or auto")
+  data.refuse(expands(cfg) and cfg.memory == "mlp" and not cfg.anchors,
+              f"anchors=0 leaves the first layer of memory=mlp at 0 with {exp}: take 1 or more, or memory=linear")
   if not is_linear and cfg.chunk % cfg.muon_every:
     divisors = ", ".join(str(n) for n in range(1, cfg.chunk + 1) if cfg.chunk % n == 0)
     raise ValueError(f"muon_every={cfg.muon_every} does not divide chunk={cfg.chunk}: take one of {divisors}")
@@ -206,6 +203,9 @@ def expands(cfg:Config) -> bool: return rule.FEATURES[cfg.features].expansion
 def has_residual(cfg:Config) -> bool:
   """Whether the memory is x + M'(x): a deep memory whose keys and values have one size."""
   return cfg.memory != "linear" and cfg.key_dim == cfg.value_dim
+def stores_key(cfg:Config) -> bool:
+  """Whether its target is v + k: the layers are to store v, as without a residual, and `answer` takes q away again."""
+  return has_residual(cfg) and rule.LOSSES[cfg.loss].fixed_point
 def gate_sizes(cfg:Config) -> dict[str, int]:
   """Columns of the gates' projection, in order.  A rule has no gate that it has no use for."""
   heads = {"eta": 1, "gamma": cfg.window, "alpha": int(cfg.forget), "theta": int(cfg.momentum)}
@@ -320,7 +320,7 @@ def squared_length(p:dict, cfg:Config) -> Tensor:
   """features=exp: the squared length of a head's keys and queries, (H,1,1)."""
   return (INIT.scale_bound * p["memory"]["scale"].sigmoid()).reshape(cfg.heads, 1, 1)
 
-def memory_gates(p:dict, cfg:Config, x:Tensor, position:Tensor, fades:bool) -> list[Tensor]:
+def memory_gates(p:dict, cfg:Config, x:Tensor, position:Tensor, fades:bool) -> State:
   """alpha, theta, eta (B,H,T), gamma (B,H,T,window) of x (B,T,dim).  fades: whether alpha may differ from 1."""
   (B, T, _), H, c, columns = sizes(x), cfg.heads, cfg.window, gate_sizes(cfg)
   z = (linear(cfg, x, p["gates"]) + p["gate_bias"]).sigmoid().transpose(1, 2).contiguous()     # (B,gates,T)
@@ -334,33 +334,34 @@ def memory_gates(p:dict, cfg:Config, x:Tensor, position:Tensor, fades:bool) -> l
   # differs from the paper: S averages gradients, where it sums them: a theta near 1 would lift eta's bound without end
   if cfg.momentum: gamma = gamma * (1 - theta).unsqueeze(-1)
   if expands(cfg): eta = eta * (-squared_length(p, cfg).squeeze(-1)).exp()     # over exp(k.k), the largest exp(q.k)
-  return [alpha, theta, eta, gamma]
+  return {"alpha": alpha, "theta": theta, "eta": eta, "gamma": gamma}
 
 def answer(cfg:Config, y:Tensor, q:Tensor, norm:Tensor, skip:Tensor|None) -> Tensor:
   """y = M(q) normalised, heads side by side: (B,H,T,value_dim) -> (B,T,H*value_dim).  differs from the paper: the two
   terms of a memory q + M'(q) are normalised apart, because q has length 1 and one write about 1/100 of it."""
   return joined(rms_norm(y, norm) if skip is None else rms_norm(y - q, norm) + q * skip * cfg.key_dim ** 0.5)
 
-def memory_heads(p:dict, cfg:Config, x:Tensor, state:State|None, phase:int|None=None) -> Mixed:
-  """The memory behind its projections (method: Titans' block).  x (B,T,dim), normalised; y (B,T,H*value_dim).
-  phase: tokens of the current chunk before x; None: read from the state."""
+def memory_inputs(p:dict, cfg:Config, x:Tensor, state:State|None, fades:bool) -> tuple[State, State]:
+  """What kernels.memory takes for x (B,T,dim), normalised: q, k, v and gates, by name.  The convolution's state."""
   (q, k, v), after = queries_keys_values(p, cfg, x, state)
   q, k, v = unit(q), unit(k), v.silu()                   # choice: before phi, no SiLU: it makes keys alike
   # differs from the paper: values stay inside the unit ball, because no bound of eta is safe for values of any length
   v = (v * (v.square().sum(-1, keepdim=True) + 1).rsqrt()).contiguous()
+  if expands(cfg): q, k = [z * squared_length(p, cfg).sqrt() for z in (q, k)]
+  if stores_key(cfg): v = v + k
+  return {"q": q, "k": k, "v": v} | memory_gates(p, cfg, x, position_of(state), fades), after
+def memory_heads(p:dict, cfg:Config, x:Tensor, state:State|None, phase:int|None=None) -> Mixed:
+  """The memory behind its projections (method: Titans' block).  x (B,T,dim), normalised; y (B,T,H*value_dim).
+  phase: tokens of the current chunk before x; None: read from the state."""
   # differs from the paper: without a forget gate, tokens beyond the horizon fade, or old tokens would drown new ones
   fades = cfg.forget or state is not None or sizes(x)[1] > cfg.horizon         # else no token is beyond it
-  alpha, theta, eta, gamma = memory_gates(p, cfg, x, position_of(state), fades)
-  if expands(cfg): q, k = [z * squared_length(p, cfg).sqrt() for z in (q, k)]
-  # The layers of the memory are to store v, as they do without a residual: `answer` takes q away again.
-  if has_residual(cfg) and rule.LOSSES[cfg.loss].fixed_point: v = v + k
+  inputs, after = memory_inputs(p, cfg, x, state, fades)
   # differs from the paper: forgetting leads to M_0 and not to zero, where a deep memory has no gradient and would stay
   weights = memory_weights(p, cfg)
-  y, memory = kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state, phase,
-                             toward=weights if fades else None)
+  y, memory = kernels.memory(cfg, weights, **inputs, state=state, phase=phase, toward=weights if fades else None)
   del memory["position"]
-  y = answer(cfg, y, q, p["out_norm"], p.get("out_skip"))
-  return y * (linear(cfg, x, p["out_gate"]) + p["out_gate_bias"]).silu(), after | memory, eta.mean()
+  y = answer(cfg, y, inputs["q"], p["out_norm"], p.get("out_skip"))
+  return y * (linear(cfg, x, p["out_gate"]) + p["out_gate_bias"]).silu(), after | memory, inputs
 # *** attention.  place: the index of the first query's own key; where it is a Tensor, the keys are a whole cache ***
 @functools.cache
 def _rope_table(length:int, d:int, device:str) -> Pair:
@@ -394,11 +395,11 @@ def persistent(p:dict, cfg:Config) -> Pair|None:
   if not cfg.persist: return None
   _, k, v = split_heads(cfg, linear(cfg, p["persist"].unsqueeze(0), p["qkv"]))
   return k[0], v[0]
-def attention_heads(p:dict, cfg:Config, x:Tensor, state:State|None) -> tuple[Tensor, State]:
-  """Attention over all tokens or the last attn_window.  x (B,T,dim), normalised -> y (B,T,H*value_dim), state."""
+def attention_heads(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
+  """Attention over all tokens or the last attn_window.  x (B,T,dim), normalised; y (B,T,H*value_dim)."""
   qkv, tail = queries_keys_values(p, cfg, x, state)
   y, cache = (windowed if cfg.attn_window else full)(cfg, qkv, persistent(p, cfg), state)
-  return y, tail | cache
+  return y, tail | cache, dict(zip("qkv", qkv))
 
 def windowed(cfg:Config, qkv:list[Tensor], persist:Pair|None, state:State|None) -> tuple[Tensor, State]:
   """Blocks of attn_window queries see their own block of keys and the one before, so that nothing is T by T.
@@ -443,26 +444,24 @@ def written(cache:Tensor|None, new:Tensor, place:Place, length:int) -> Tensor:
     return (indices(length).reshape(-1, 1) == place).where(new, lengthened(cast(Tensor, cache), length))
   if cache is not None and place: new = cache[:, :, :place].cat(new, dim=2)
   return lengthened(new, length)
-# *** the mixers: x (B,T,dim), normalised -> (B,T,dim), state, mean eta ***
-def memory_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
-  y, after, eta = memory_heads(p, cfg, x, state)
-  return linear(cfg, y, p["out"]), after, eta
-def attention_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
-  y, after = attention_heads(p, cfg, x, state)
-  return linear(cfg, y, p["out"]), after, Tensor(0.0, dtype=dtypes.float32)
+# *** the mixers: x (B,T,dim), normalised -> (B,T,dim), state, inputs of the heads ***
+def single_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:       # a memory or attention alone
+  y, after, inputs = (attention_heads if cfg.mixer == "attention" else memory_heads)(p, cfg, x, state)
+  return linear(cfg, y, p["out"]), after, inputs
 
 def mag_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
   """Memory as gate: attention and memory read the same x.  Both are normalised, and the memory gates the attention."""
-  m, memory, eta = memory_heads(p, cfg, x, part(state, "memory"))
-  y, cache = attention_heads(p["attention"], cfg, x, part(state, "attention"))
+  m, memory, inputs = memory_heads(p, cfg, x, part(state, "memory"))
+  y, cache, _ = attention_heads(p["attention"], cfg, x, part(state, "attention"))
   y = rms_norm(y, p["attention"]["norm"]) * rms_norm(m, p["attention"]["memory_norm"]).silu()
-  return linear(cfg, y, p["out"]), named("memory", memory) | named("attention", cache), eta
+  return linear(cfg, y, p["out"]), named("memory", memory) | named("attention", cache), named("memory", inputs)
 def mal_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
   """Memory as layer: attention reads the memory's normalised output."""
-  m, memory, eta = memory_heads(p, cfg, x, part(state, "memory"))
+  m, memory, inputs = memory_heads(p, cfg, x, part(state, "memory"))
   x = rms_norm(linear(cfg, m, p["out"]), p["attention"]["norm"])
-  y, cache = attention_heads(p["attention"], cfg, x, part(state, "attention"))
-  return linear(cfg, y, p["attention"]["out"]), named("memory", memory) | named("attention", cache), eta
+  y, cache, _ = attention_heads(p["attention"], cfg, x, part(state, "attention"))
+  y = linear(cfg, y, p["attention"]["out"])
+  return y, named("memory", memory) | named("attention", cache), named("memory", inputs)
 
 def first_context(p:dict, cfg:Config, x:Tensor) -> State:
   """The state of mac_mixer before the first token.  It is stored: the first segment needs no kernels of its own."""
@@ -485,7 +484,7 @@ def read_context(p:dict, cfg:Config, start:State, read:Tensor) -> list[Tensor]:
 def segment(p:dict, cfg:Config, inputs:list[Tensor], place:Place, position:Tensor, phase:int, context:State) -> list:
   """n tokens of one segment.  inputs (B,H,n,.): queries to the memory; queries, keys and values of attention.
   place, position, phase: tokens before them in the segment, in the stream and in the memory's chunk.
-  Returns y (B,n,dim), the attention's output; m (B,n,H*value_dim), the memory's output for y; eta; the next context."""
+  Returns y (B,n,dim), the attention's output; m (B,n,H*value_dim), the memory's for y; its inputs; next context."""
   (read, q, x_k, x_v), attention = inputs, p["attention"]
   memory, start, cache = [part_of(context, name) for name in ("memory", "start", "cache")]
   start = start_memory(memory, start, place)
@@ -495,8 +494,8 @@ def segment(p:dict, cfg:Config, inputs:list[Tensor], place:Place, position:Tenso
   k, v = [cache[f"h_{name}"].cat(cache[f"x_{name}"], dim=2).contiguous() for name in ("k", "v")]
   y = softmax_attention(q, k, v, place, persistent(attention, cfg), runs=2)
   y = rms_norm(linear(cfg, joined(y), attention["out"]), attention["norm"])
-  m, memory, eta = memory_heads(p, cfg, y, {"position": position} | memory, phase)
-  return [y, m, eta, named("memory", memory) | named("start", start) | named("cache", cache)]
+  m, memory, stored = memory_heads(p, cfg, y, {"position": position} | memory, phase)
+  return [y, m, stored, named("memory", memory) | named("start", start) | named("cache", cache)]
 
 def mac_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
   """Memory as context, segment by segment of attn_window tokens.  For token i, h_i is read from the memory at the
@@ -518,33 +517,34 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
     *output, context = segment(p, cfg, tokens, place, position + done, before % cfg.chunk, context)
     outputs.append(output)
     done += n
-  ys, ms, etas = zip(*outputs)
+  ys, ms, stored = zip(*outputs)
   y = Tensor.cat(*ys, dim=1) * linear(cfg, Tensor.cat(*ms, dim=1), p["out"])
   if past is None and T > 1:
     aligned = position % w == 0
     y, context = aligned.where(y, math.nan), {n: aligned.where(z, math.nan) for n, z in context.items()}
-  return y, context, Tensor.stack(*etas).mean()
-MIXERS = {"memory": memory_mixer, "attention": attention_mixer, "mag": mag_mixer, "mal": mal_mixer, "mac": mac_mixer}
+  return y, context, {f"memory.{n}": Tensor.cat(*[z[n] for z in stored], dim=2) for n in stored[0]}
+MIXERS = {"memory": single_mixer, "attention": single_mixer, "mag": mag_mixer, "mal": mal_mixer, "mac": mac_mixer}
 # *** the model ***
 def block(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
-  """Pre-norm residual block: token mixer, then SwiGLU MLP.  x (B,T,dim) -> (B,T,dim), state, mean eta."""
-  y, after, eta = MIXERS[cfg.mixer](p, cfg, rms_norm(x, p["norm1"]), state)
+  """Pre-norm residual block: token mixer, then SwiGLU MLP.  x (B,T,dim) -> (B,T,dim), state, inputs of the heads."""
+  y, after, inputs = MIXERS[cfg.mixer](p, cfg, rms_norm(x, p["norm1"]), state)
   x = (x + y).contiguous()
   gate, value = linear(cfg, rms_norm(x, p["norm2"]), p["mlp_in"]).contiguous().chunk(2, dim=-1)
-  return (x + linear(cfg, gate.silu() * value, p["mlp_out"])).contiguous(), after, eta
+  return (x + linear(cfg, gate.silu() * value, p["mlp_out"])).contiguous(), after, inputs
 
 def in_float32(tree:dict) -> dict:                       # parameters may have any precision, all else is float32
   return {name: in_float32(x) if isinstance(x, dict) else x.cast(dtypes.float32) for name, x in tree.items()}
 def hidden(params:dict, cfg:Config, tokens:Tensor, state:State|None=None) -> Mixed:
-  """tokens (B,T) -> the last block's output, normalised (B,T,dim); state; mean eta over blocks, heads and tokens."""
+  """tokens (B,T) -> the last block's output, normalised (B,T,dim); state; inputs of the heads, with the state's
+  prefixes: "0.alpha" (B,H,T) is the forget gate of block 0 (in a hybrid "0.memory.alpha"), "0.k" are its keys."""
   params = in_float32(params)
   x = params["embed"][tokens].contiguous()               # (B,T,dim)
-  after, etas = {"position": (position_of(state) + sizes(tokens)[1]).clone(x.device)}, []
+  after, inputs = {"position": (position_of(state) + sizes(tokens)[1]).clone(x.device)}, cast(State, {})
   for i in range(cfg.layers):
-    x, block_state, eta = block(params["layers"][str(i)], cfg, x, part(state, str(i)))
+    x, block_state, block_inputs = block(params["layers"][str(i)], cfg, x, part(state, str(i)))
     after |= named(str(i), block_state)
-    etas.append(eta)
-  return rms_norm(x, params["norm"]), after, Tensor.stack(*etas).mean()
+    inputs |= named(str(i), block_inputs)
+  return rms_norm(x, params["norm"]), after, inputs
 
 def forward(params:dict, cfg:Config, tokens:Tensor, state:State|None=None) -> tuple[Tensor, State]:
   """tokens (B,T) of whole numbers, T >= 1 -> logits (B,T,vocab) float32, and the state after the last token.

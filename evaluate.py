@@ -1,6 +1,6 @@
 """What a trained model is worth: sampling, loss by position, scores of tasks, question files, pictures of a run."""
 from __future__ import annotations
-import codecs, contextlib, csv, json, math, os, sys, time
+import codecs, contextlib, csv, functools, json, math, os, sys, time
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 import numpy as np
@@ -15,12 +15,13 @@ PIECE = 2048                  # tokens of a long row of a question file that are
 def predictions(params:dict, cfg:atlas.Config, x:Tensor) -> tuple[Tensor, Tensor]:
   """Logits (B,T,vocab) for the labels of x, and the mean memory step.  For task=compression a decoder computes them: an
   MLP whose input is the model's output at the last token plus a learned vector for each position (MAD)."""
-  h, _, eta = atlas.hidden(params, cfg, x)
+  h, _, inputs = atlas.hidden(params, cfg, x)
+  etas = [z.mean() for name, z in inputs.items() if name.endswith(".eta")] or [Tensor(0.0, dtype="float32")]
   if decoder := params.get("decoder"):
     z = (h[:, -1:] + decoder["position"]).contiguous()
     gate, value = atlas.linear(cfg, z, decoder["in"]).contiguous().chunk(2, dim=-1)
     h = z + atlas.linear(cfg, gate.silu() * value, decoder["out"])
-  return atlas.linear(cfg, h, params["embed"]).float(), eta
+  return atlas.linear(cfg, h, params["embed"]).float(), Tensor.stack(*etas).mean()
 
 # *** validation ***
 def evaluator(params:dict, cfg:atlas.Config, tokens:np.ndarray, batch:int, length:int) -> Callable[[int], np.ndarray]:
@@ -170,18 +171,14 @@ def prompt_ids(prompt:str, cfg:atlas.Config, is_bytes:bool) -> list[int]:
   data.refuse(highest >= cfg.vocab, f"prompt={prompt} has token {highest}, outside vocab={cfg.vocab}: name another")
   return list(content)
 
-def token_step(params:dict, cfg:atlas.Config) -> Callable:
-  """token (B,1), state -> logits, state.  It is jitted for every capacity of the caches that it meets, but not for the
-  step that fills a cache, which doubles it."""
+def token_step(cfg:atlas.Config, forward:Callable) -> Callable:
+  """forward(token (B,1), state) -> results, state, jitted for every capacity of the caches that it meets, but not at
+  the stream's start, nor for the step that fills a cache, which doubles it."""
   compiled: dict[int|None, Callable] = {}
-  def forward(token, state): return atlas.forward(params, cfg, token, state)
   def step(token, state):
-    room = atlas.room(cfg, state)
-    if room is None or kernels.read_position(state) != room:
-      return compiled.setdefault(room, TinyJit(forward))(token, state)
-    logits, state = forward(token, state)
-    Tensor.realize(logits, *state.values())
-    return logits, state
+    room = state and atlas.room(cfg, state)
+    grows = state is None or room is not None and kernels.read_position(state) == room
+    return (TinyJit(forward) if grows else compiled.setdefault(room, TinyJit(forward)))(token, state)
   return step
 def aligned(cfg:atlas.Config) -> int:
   """The number of tokens after which a chunk and a segment end together."""
@@ -205,7 +202,7 @@ def reader(params:dict, cfg:atlas.Config, step:Callable) -> Callable[[np.ndarray
 
 def speaker(params:dict, cfg:atlas.Config) -> Callable[[np.ndarray, int], list[str]]:
   """A function of prompts (B,P) of bytes and n -> the likeliest continuations, up to a newline or n bytes."""
-  step = token_step(params, cfg)
+  step = token_step(cfg, functools.partial(atlas.forward, params, cfg))
   read = reader(params, cfg, step)
   def speak(prompts, n):
     logits, state = read(prompts)
@@ -233,7 +230,7 @@ def sample(params:dict, cfg:atlas.Config, prompt_ids:list[int], is_bytes:bool, t
   def show(ids, separator=","):
     print(decoder.decode(bytes(ids)) if is_bytes else separator + ",".join(map(str, ids)), end="", flush=True)
   print(f"--- sample, temperature {temperature}, seed {seed} ---")
-  step = token_step(params, cfg)
+  step = token_step(cfg, functools.partial(atlas.forward, params, cfg))
   logits, state = reader(params, cfg, step)(np.array([prompt_ids]))
   scores = logits[0, -1, :known].numpy()
   show(prompt_ids, "")

@@ -15,7 +15,7 @@ from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.helpers import GlobalCounters, getenv
 from tinygrad.nn.optim import Adam
 from tinygrad.nn.state import get_state_dict
-import atlas, data, evaluate, kernels, rule, train
+import atlas, data, evaluate, kernels, rule, train, watch
 
 # *** shared by the experiments: random vectors, the choice of a rate, tables, pictures ***
 
@@ -53,7 +53,8 @@ def picture(path:Path, label:str, panels:dict[str, Any], log:bool=True, colors:i
   for axis, (title, panel) in zip(axes[0], panels.items()):
     axis.set_title(title, fontsize=8)
     if isinstance(panel, np.ndarray):
-      figure.colorbar(axis.imshow(panel, vmin=0, vmax=1, cmap="magma"), ax=axis)
+      shades = plt.matplotlib.colors.ListedColormap(watch.shades(np.linspace(0, 1, 64)[None])[0] / 255)
+      figure.colorbar(axis.imshow(panel, vmin=0, vmax=1, cmap=shades), ax=axis)
       continue
     for i, (name, (x, y)) in enumerate(panel.items()):
       style = dict(color=f"C{i % colors}", linestyle=("-", "--", ":")[i // colors], marker=".")

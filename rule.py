@@ -275,7 +275,7 @@ def unpack(row:Tensor, shapes:dict[str, tuple], plain:tuple[str, ...]=()) -> dic
 
 def named(prefix:str, parts:dict) -> dict: return {f"{prefix}.{n}": z for n, z in parts.items()}
 def part_of(parts:dict, prefix:str) -> dict:
-  return {n.split(".", 1)[1]: z for n, z in parts.items() if n.startswith(prefix + ".")}
+  return {n.removeprefix(f"{prefix}."): z for n, z in parts.items() if n.startswith(f"{prefix}.")}
 
 def number(x:Tensor) -> Tensor: return x.reshape(*x.shape, 1, 1)     # one number, beside the matrices that it scales
 

@@ -3,14 +3,15 @@
 python -m pytest -q test_train.py            the main paths
 python -m pytest -q test_train.py -m runs    drawn bad input, kills and full disks, the step cache, experiments"""
 # test_atlas comes first, because it sets variables that tinygrad reads when it is imported.
-from test_atlas import PRESETS, SMALL, cases, marked, relative, resident_mb, rng, runs, slow, small, windows
+from test_atlas import PRESETS, SMALL, array, cases, marked, norm, oracle, record, relative, resident_mb, rng, runs
+from test_atlas import sigmoid, slow, small, unit, windows
 import contextlib, csv, dataclasses, functools, importlib.util, itertools, json, math, operator, os, pickle
 import re, resource, shlex, shutil, signal, subprocess, sys, time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import atlas, data, evaluate, experiments, kernels, train
@@ -136,7 +137,7 @@ FOLDER = """b.py -> 222 | a.txt -> 111 | sub/latin1.txt -> \xe4 | sub/empty -> |
   sub/random -> \x01\xff\x02"""
 LINKS = "z_again -> a.txt | c_link -> ../outside.txt | c_twice -> ../outside.txt | sub/loop -> .. | gone -> nowhere"
 
-def test_a_folder_is_its_text_in_order_and_says_what_it_leaves_out_or_cannot_read(folder, monkeypatch):
+def test_a_folder_is_its_text_in_order_and_says_what_it_leaves_out_or_cannot_read(folder):
   written("outside.txt", b"3" * 300)
   for name, content in table(FOLDER): written(f"clone/{name}", content.encode("latin1") * 100)
   for name, target in table(LINKS): Path("clone", name).symlink_to(target)
@@ -155,10 +156,10 @@ def test_a_folder_is_its_text_in_order_and_says_what_it_leaves_out_or_cannot_rea
   written("clone/shard.bin", GPT2)
   with raises("holds token files: name one, data=.*shard.bin"): data.read("clone")
   with raises("does not exist, or is neither a file nor a folder"): data.read("loop")
-  def read(path): raise PermissionError(13, "Permission denied", str(path))
-  monkeypatch.setattr(type(folder), "read_bytes", read)
-  for spec in ("clone", "outside.txt"):
-    with raises(r"(shard.bin|outside.txt) cannot be read .Permission denied.: give"): data.read(spec)
+  denied = PermissionError(13, "Permission denied", "clone/shard.bin")
+  with patch.object(type(folder), "read_bytes", side_effect=denied):
+    for spec in ("clone", "clone/shard.bin"):
+      with raises("shard.bin cannot be read .Permission denied.: give"): data.read(spec)
 
 @cases("name", ["t.txt", "t.bin"])
 def test_a_file_rewritten_while_it_is_read_cannot_harm(name, monkeypatch):
@@ -426,7 +427,7 @@ BAD = """
   mlp_ratio=inf -> take 1024 or less | preset=dot anchors=0 -> 1 or more | batch=999 devices=999 -> 64 or less
   mode=bench devices=2 -> for training | task=mqar:seed=1 -> give seed=1 | task=mqar length=63 -> take 64
   task=niah vocab=99 -> made of bytes | data=/nowhere -> does not exist | length=9000000 -> too short
-  vocab=50 -> outside vocab=50 | mode=sample -> has no checkpoint | mode=plot -> no log.csv
+  vocab=50 -> outside vocab=50 | mode=eval -> has no checkpoint | mode=plot -> no log.csv
   init_from=/nowhere -> does not exist | out=/dev/null/x -> is a file | data=/dev/zero -> is neither a file
   data=empty.txt -> is empty | data=short.txt -> too short | data=header.bin -> copy it again
   data=cut.bin -> copy it again | data=later.bin -> version 2, not 1 | data=t.bin length=8 -> give vocab=
@@ -452,13 +453,12 @@ def test_the_first_fault_in_the_stated_order_is_reported(refused):
   faults = ["oops", "nokey=1", "steps=x", "muon_every=3", "data=/nowhere", "out=/dev/null/x"]
   for i, fault in enumerate(faults): assert re.match(f"error: '?{fault.split('=')[0]}", refused(" ".join(faults[i:])))
 
-def test_a_precision_and_devices_that_are_not_there_are_named(refused, monkeypatch):
-  def refuse(*_): raise NotImplementedError("no such type")
-  monkeypatch.setattr(atlas, "linear", refuse)
+def test_a_precision_and_devices_that_are_not_there_are_named(refused):
   message = f"dtype=bfloat16 does not run on {Device.DEFAULT} (no such type): take dtype=float32"
-  assert refused("dtype=bfloat16 steps=0") == f"error: {message}"
-  monkeypatch.setattr(train, "device_names", lambda run: (Device.DEFAULT, "NOWHERE:1"))
-  assert re.match("error: devices=2: NOWHERE:1 cannot be used.* take devices=1$", refused("devices=2 steps=0"))
+  with patch.object(atlas, "linear", side_effect=NotImplementedError("no such type")):
+    assert refused("dtype=bfloat16 steps=0") == f"error: {message}"
+  with patch.object(train, "device_names", return_value=(Device.DEFAULT, "NOWHERE:1")):
+    assert re.match("error: devices=2: NOWHERE:1 cannot be used.* take devices=1$", refused("devices=2 steps=0"))
 
 @pytest.mark.skipif(Device.DEFAULT != "CPU", reason="clang is the CPU device's compiler")
 @cases("clang", ["/nonexistent", *marked(runs, "/bin/false")])
@@ -486,22 +486,20 @@ def test_parameter_counts_match_what_init_makes_and_an_unknown_field_is_named():
 
 def test_the_commands_of_readme_and_results_are_accepted(folder, capfd):
   """Each is checked to its last setting, and none takes a step."""
-  paths = HERE / "README.md", HERE / "RESULTS.md"
-  documents = "\n".join(path.read_text().replace("\\\n", " ") for path in paths)
-  def commands(program):
-    lines = re.findall(rf"\bpython3? {program}\.py([^`\n]*)", documents)
-    return [shlex.split(line, comments=True) for line in lines if "..." not in line]
-  for path in paths: shutil.copy(path, folder)
+  texts = [Path(shutil.copy(HERE / name, folder)).read_text() for name in ("README.md", "RESULTS.md")]
+  documents = "\n".join(texts).replace("\\\n", " ")
   written("lines.jsonl", documents.split("```json\n")[1].split("```")[0].encode())
   kinds = [kind for kind, _ in evaluate.json_lines(Path("lines.jsonl"))[0]]
-  assert kinds == ["choice", "choice", "recall", "last"] and len(commands("train")) > 10
+  commands = re.findall(r"\bpython3? (train|data|experiments)\.py(?! TASK| NAME|[^`\n]*\.\.\.)([^`\n]*)", documents)
+  assert kinds == ["choice", "choice", "recall", "last"] and len(commands) > 20
   added = re.findall(r'^\+ *"(\w+)": ', documents, re.M)  # rows that README.md adds to the rule: not there before
-  for line in commands("train"):
-    if any(word.partition("=")[2] in added for word in line): continue
-    code = train.main([*line, "steps=0"])
-    assert code == 0 or re.search("has no (checkpoint|log)", capfd.readouterr().err), line
-  for line in commands("data"): assert line == ["TASK"] or data.shown(line) == 0, line
-  for line in commands("experiments"): assert line == ["NAME"] or line[0] in experiments.EXPERIMENTS, line
+  for program, line in commands:
+    words = shlex.split(line, comments=True)
+    if program == "experiments": assert words[0] in experiments.EXPERIMENTS, line
+    elif program == "data": assert data.shown(words) == 0, line
+    elif not any(word.partition("=")[2] in added for word in words):
+      code = train.main([*words, "steps=0"])
+      assert code == 0 or re.search("has no (checkpoint|log)", capfd.readouterr().err), line
 
 # *** runs: ten steps, and what is made of them ***
 
@@ -572,8 +570,8 @@ def test_a_stop_while_compiling_takes_effect_at_once_and_loses_nothing(ten, run,
   (train, "resolve", "stopped at once"), (train, "train", "stopped at once"),
   (evaluate.HeldOut, "validate", "stopped at once: resume=1 continues from out/step_00000005.safetensors")])
 def test_an_interrupt_ends_in_one_line_and_loses_no_step(place, name, message, ten, run, refused):
-  def interrupted(*_): raise KeyboardInterrupt           # a second Ctrl-C
-  with patch.object(place, name, interrupted): assert refused(f"{ten[0]} save_every=5", 1) == message
+  with patch.object(place, name, side_effect=KeyboardInterrupt):                # a second Ctrl-C
+    assert refused(f"{ten[0]} save_every=5", 1) == message
   run(f"{ten[0]} resume=1 save_every=5")
   assert log_rows("out") == log_rows(ten[1])             # with the row that was not validated
 
@@ -609,7 +607,7 @@ def test_what_contradicts_a_checkpoint_or_its_text_and_a_second_run_in_its_folde
   finally: path.write_bytes(text)
 
 def test_a_data_file_that_changes_ends_a_run_in_one_line_with_its_steps_saved(command, refused, monkeypatch):
-  def changed(text): raise ValueError("data=x was changed while it is read: copy it, and train on the copy")
+  changed = Mock(side_effect=ValueError("data=x was changed while it is read: copy it, and train on the copy"))
   with at_step(12, lambda: monkeypatch.setattr(data, "unchanged", changed)):
     error = refused(f"{command} resume=1 steps=20 save_every=0", 1)
   assert "was changed" in error and str(newest()) in error and newest().name == "step_00000013.safetensors"
@@ -882,10 +880,9 @@ def test_the_step_cache_changes_nothing_and_one_that_cannot_be_used_is_no_error(
   assert not hits() and not hits("accum=2")
   in_parts = result("out")
   assert hits("accum=2") and result("out") == in_parts
-  def no_home(): raise RuntimeError("Could not determine home directory.")
-  monkeypatch.setattr(Path, "home", no_home)
   monkeypatch.setenv("XDG_CACHE_HOME", "")
-  assert not hits() and unchanged()
+  with patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory.")):
+    assert not hits() and unchanged()
 
 @runs
 def test_a_write_that_fails_loses_nothing_and_the_run_goes_on_to_the_same_end(ten, run, refused):
@@ -1001,7 +998,7 @@ def test_the_learnability_experiment_learns_the_low_rank_mapping(capsys):
   losses = experiments.learnability(d=32, T=256, seeds=1, window=8, folder=".")
   assert losses.shape == (5, 1, 256) and losses[0, 0, -64:].mean() < 0.8 * losses[0, 0, :64].mean()
   shown = shows(capsys, "learnability.png")
-  for name in experiments.MAPPINGS: assert re.search(rf"^{re.escape(name)} +[1-9]e-0\d +\d\.\d+ ", shown, re.M)
+  for name in experiments.MAPPINGS: assert re.search(rf"^{re.escape(name)} +[1-9]e-0\d +\d\.\d+$", shown, re.M)
   assert "low-rank is easiest" in shown
 
 @experiment
@@ -1126,3 +1123,123 @@ def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
   shown = capsys.readouterr().out
   assert re.search(r"small +fused .*\nsmall +ops .*\n +fused is [\d.]+ times as fast", shown)
   assert float(shown.split("outputs and gradients ")[1].split()[0]) < 1e-5
+
+# *** the page of mode=watch ***
+@contextlib.contextmanager
+def opened(page):
+  """A page in headless Chromium.  Yields a function that calls a method of the DevTools protocol, a function that
+  evaluates JavaScript, and the events so far."""
+  (command_in, command_out), (answer_in, answer_out) = os.pipe(), os.pipe()
+  flags = "--headless=new --no-sandbox --disable-gpu --user-data-dir=profile --remote-debugging-pipe"
+  command = f"exec chromium {flags} 3<&{command_in} 4>&{answer_out}"
+  process = subprocess.Popen(["bash", "-c", command], pass_fds=(command_in, answer_out), stderr=subprocess.DEVNULL)
+  answers, numbers, events, session = os.fdopen(answer_in, "rb"), itertools.count(1), list[dict](), dict[str, str]()
+  def message(): return json.loads(b"".join(iter(lambda: answers.read(1), b"\0")))
+  def call(method, **params):
+    number = next(numbers)
+    os.write(command_out, json.dumps({"id": number, "method": method, "params": params} | session).encode() + b"\0")
+    while (answer := message()).get("id") != number: events.append(answer)
+    return answer["result"]
+  def evaluated(script): return call("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+  try:
+    target = call("Target.createTarget", url="about:blank")["targetId"]
+    session["sessionId"] = call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+    for domain in ("Runtime", "Log", "Network", "Page"): call(f"{domain}.enable")
+    call("Page.navigate", url=page.absolute().as_uri())
+    while not any(event.get("method") == "Page.loadEventFired" for event in events): events.append(message())
+    yield call, evaluated, events
+  finally:
+    process.terminate()
+    process.wait()
+    for pipe in (command_in, command_out, answer_out): os.close(pipe)
+    answers.close()
+
+def computed(params, cfg, ids):
+  """A model of one block with a linear memory, in float64: logits, and of each head the keys, values, gates and M_t."""
+  p = {name: array(z) for name, z in get_state_dict(params).items()}
+  block = {name.removeprefix("layers.0."): z for name, z in p.items()}
+  def heads(z): return z.reshape(len(z), cfg.heads, -1).swapaxes(0, 1)
+  def silu(z): return z * sigmoid(z)
+  stream = p["embed"][ids]
+  x = norm(stream) * block["norm1"]
+  q, k, v = [heads(z) for z in np.split(x @ block["qkv"].T, 3, axis=1)]
+  q, k, v = unit(q), unit(k), silu(v)
+  v = v / np.sqrt(1 + np.square(v).sum(-1, keepdims=True))
+  columns = np.cumsum(list(atlas.gate_sizes(cfg).values()))[:-1]
+  gates = sigmoid(x @ block["gates"].T + block["gate_bias"])
+  eta, gamma, alpha, theta = [heads(z) for z in np.split(gates, columns, axis=1)]
+  eta, gamma = eta * atlas.rule.LOSSES["l2"].bound / cfg.chunk, gamma / cfg.window * (1 - theta)
+  results, ys = [], []
+  for W, *head in zip(block["memory.W"] * atlas.INIT.first, q, k, v, alpha[..., 0], theta[..., 0], eta[..., 0], gamma):
+    def outputs(queries): return oracle(cfg, {"W": W}, queries, *head[1:], toward={"W": W})
+    rows = [outputs(np.tile(e, (len(ids), 1))) for e in np.eye(cfg.key_dim)]               # M_t e, for all t
+    results.append((*head[1:], np.concatenate([W[None], np.stack(rows, axis=-1)])))
+    ys.append(norm(outputs(head[0])) * block["out_norm"])
+  y = np.concatenate(ys, axis=1) * silu(x @ block["out_gate"].T + block["out_gate_bias"])
+  stream = stream + y @ block["out"].T
+  gate, value = np.split(norm(stream) * block["norm2"] @ block["mlp_in"].T, 2, axis=1)
+  stream = stream + (silu(gate) * value) @ block["mlp_out"].T
+  return norm(stream) * p["norm"] @ p["embed"].T, results
+
+@runs
+@cases("name,more", [("transformer++", ""), ("swa", "attn_window=3 persist=2"), ("dot", ""),
+                     ("titans_mac", "attn_window=3")])
+def test_attention_shows_its_weights_and_any_memory_what_it_recalls(name, more, run):
+  written("text", b"Ada and Bob. " * 20)
+  run(f"preset={name} steps=1 data=text {TINY} {more} length=8 eval_every=0")
+  assert "mode=watch reads 8192" in run(f"mode=watch prompt={'a' * 8193}", 2).err
+  run("mode=watch prompt=abcabcabc")
+  page = Path("out/watch.html").read_text()
+  assert page.count("<section>") == 2
+  assert ("attention, square root" in page) == (name in ("transformer++", "swa")) == ("recall by M_0" not in page)
+
+WEIGHTS_BITS = 1.76                      # bits per byte of assets/atlas.safetensors on the library's validation text
+def test_the_weights_in_assets_predict_pythons_library_and_serve_where_out_has_none(run):
+  assert train.WEIGHTS.stat().st_size < 2e6 and data.read_file(train.WEIGHTS).meta["text"]["is_bytes"]
+  cfg, params = atlas.load(train.WEIGHTS)
+  bits = evaluate.evaluator(params, cfg, data.load("python", 256, 128).val, 4, 256)(16_384).mean()
+  assert abs(bits - WEIGHTS_BITS) < 0.1
+  assert f"the weights are those of {train.WEIGHTS}" in run("mode=sample prompt=class tokens=3").out
+
+CONTENT = b'<script>throw 1</script>\0\xff caf\xc3\xa9 "&\' \xe2\x80\xae\r\n' + b"Ada Ada Ada \t" * 3
+@runs
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_the_page_of_a_text_shows_it_byte_for_byte_with_the_numbers_of_the_definition(run, monkeypatch, folder):
+  cfg = small("gated_deltanet", layers=1, momentum=True, window=2, conv=0, chunk=3, vocab=256)
+  params = atlas.init(cfg, seed=1)
+  monkeypatch.setattr(train, "WEIGHTS", folder / "weights.safetensors")
+  atlas.save(train.WEIGHTS, get_state_dict(params), {"config": dataclasses.asdict(cfg)})
+  written("text", CONTENT)
+  assert "weights are those of" in run("mode=watch prompt=@text").out
+  page = Path("out/watch.html")
+  assert not re.search(r'(src|href)="(?!data:)|url\(|@import|https?:', page.read_text())
+  with opened(page) as (call, evaluated, events):
+    assert evaluated("[...document.querySelectorAll('#text b')].map(b => parseInt(b.dataset.b, 16))") == list(CONTENT)
+    characters = "".join(c for c in CONTENT.decode(errors="surrogateescape") if c.isprintable() or c == "\n")
+    assert evaluated("document.getElementById('text').textContent") == characters
+    assert evaluated("document.documentElement.lang && document.title")
+    sections = evaluated("[...document.querySelectorAll('section')].map(s => [s.querySelectorAll('svg').length, "
+                         "s.querySelectorAll('img').length, s.querySelector('pre').textContent])")
+    assert [row[:2] for row in sections] == [[6, 2]] * cfg.heads
+    box = evaluated("(({x, y}) => [x, y])(document.querySelectorAll('#text b')[3].getBoundingClientRect())")
+    call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 3, y=box[1] + 5)
+    assert evaluated("[...document.querySelectorAll('#now tr')].length") == 5
+    assert evaluated("document.querySelector('#now div').textContent").startswith("Token 3 is 'r'")
+    rows = evaluated("[...document.querySelectorAll('#numbers tbody tr')].map("
+                     "row => [...row.cells].map(cell => cell.textContent))")
+    methods = {event["method"] for event in events}
+    assert not methods & {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"}
+    requests = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    assert {url.split(":")[0] for url in requests} <= {"file", "data"}
+  logits, heads = computed(params, cfg, list(CONTENT))
+  p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+  for t in (1, 20, len(CONTENT) - 1):
+    assert relative(float(rows[t][2]), -np.log2(p[t - 1, CONTENT[t]])) < 1e-4
+    assert relative([float(cell.rsplit(" ", 1)[1]) for cell in rows[t][3:]], np.sort(p[t])[:-6:-1]) < 1e-4
+    for (k, v, alpha, theta, eta, gamma, M), (*_, numbers) in zip(heads, sections):
+      shown = np.array(numbers.split("\n")[t + 1].split("\t"), float)
+      length = np.linalg.norm
+      errors = [length(z @ k[t] - v[t]) / length(v[t]) for z in (M[-1], M[0])]
+      norms = length(M[t + 1] - M[t]), length(M[t + 1] - M[0])
+      expected = [t, *norms, *errors, eta[t], *gamma[t], alpha[t], theta[t]]
+      assert record("numbers of mode=watch", np.abs(shown / expected - 1).max()) < 1e-4

@@ -16,7 +16,7 @@ from tinygrad.helpers import CACHEDB, CACHELEVEL, NUM_CPU_THREADS, ContextVar, G
 from tinygrad.nn.optim import AdamW, OptimizerGroup
 from tinygrad.nn.state import get_state_dict
 from tqdm import tqdm
-import atlas, data, evaluate, kernels, rule, tinygrad
+import atlas, data, evaluate, kernels, rule, tinygrad, watch
 from atlas import Config
 from data import Saved, Task, Text, refuse
 
@@ -24,7 +24,7 @@ Source = Text | Task
 
 @dataclass(frozen=True)
 class Run:  # the command's own settings; a model's are those of atlas.Config
-  mode: str = "train"           # train | sample | eval | export | bench | plot | params
+  mode: str = "train"           # train | sample | watch | eval | export | bench | plot | params
   preset: str = "atlas"         # named model, see atlas.PRESETS
   size: str = "tiny"            # tiny | 170m | 340m | 760m | 1.3b
   data: str = "python"          # python: the standard library's source; a file, a folder, .bin of tokens; eval: .jsonl
@@ -48,7 +48,7 @@ class Run:  # the command's own settings; a model's are those of atlas.Config
   cache: bool = True            # keep compiled training steps: the next run of the same settings starts at once
   presets: str = ""             # bench: presets to time, a,b,... (empty: preset)
   lengths: str = ""             # bench: lengths to time, n,m,... (empty: length)
-  prompt: str = ""              # sample: text to continue (empty: "def "), or @FILE; token files: ids as 1,2 (empty: 0)
+  prompt: str = ""              # sample, watch: text (empty: "def ") or @FILE; token files: ids as 1,2 (empty: 0)
   tokens: int = 0               # sample: tokens to generate (0: 200); eval: to read, by setting of a task (0: 65,536)
   skip_bad: bool = False        # eval: leave out lines of a .jsonl file that are malformed
   temperature: float = 0.8      # sample: 0 takes the likeliest token
@@ -56,8 +56,9 @@ class Run:  # the command's own settings; a model's are those of atlas.Config
 
 BAND = (2.76, 2.96)           # validation bits per byte of the run without arguments
 SOLVED = 0.99                 # share of a task's places right at which training ends
-MODES = ("train", "sample", "eval", "export", "bench", "plot", "params")
-READERS = ("sample", "eval", "export")                 # modes that need a checkpoint
+MODES = ("train", "sample", "eval", "export", "bench", "plot", "params", "watch")
+READERS = ("sample", "watch", "eval", "export")        # modes that need a checkpoint
+WEIGHTS = Path(__file__).parent / "assets" / "atlas.safetensors"         # of sample and watch, where out has none
 LEAST = {"batch": 1, "accum": 1, "devices": 1, "length": 1}      # any other number is at least 0
 MOST = {"devices": 64, "cores": 1024}                            # any other whole number is at most 2^31 - 1
 SAMPLING = {"prompt", "tokens", "temperature", "top_k"}
@@ -603,6 +604,8 @@ def resolve(own:dict, model:dict) -> Job:
   task = data.task(run.task, own.get("length"), model.get("vocab")) if run.task and reads else None
   if task and run.mode == "train":
     run, model = replace(run, length=task.settings["length"]), model | {"vocab": task.vocab}
+  if run.mode in ("sample", "watch") and "out" not in own and not checkpoints(out) and WEIGHTS.is_file():
+    run = replace(run, init_from=str(WEIGHTS))
   continued = bool(checkpoints(out)) and (run.mode in READERS or run.resume)
   cfg = Config() if continued else fresh_config(run, model)         # with a checkpoint, its settings count
   check_device(run)
@@ -614,7 +617,8 @@ def resolve(own:dict, model:dict) -> Job:
     start = newest(out)
     run, cfg = from_checkpoint(start, run, own, model)
   elif run.init_from: cfg, params = imported(run, cfg, own, model)
-  refuse(not start and run.mode in READERS, f"out={run.out} has no checkpoint: train first, or name the folder of one")
+  lacks = run.mode in READERS and not start and not run.init_from
+  refuse(lacks, f"out={run.out} has no checkpoint: train first, or name the folder of one")
   if trains: check_parts(run)
   check_dtype(cfg)
   if run.task and reads and not task and not named: task = data.task(run.task, run.length, cfg.vocab)
@@ -626,6 +630,8 @@ def resolve(own:dict, model:dict) -> Job:
   if start: params = restored(run, cfg, start, source, bool(lines))
   is_bytes = start.meta["text"]["is_bytes"] if start else not ids
   prompt = () if task else tuple(evaluate.prompt_ids(run.prompt, cfg, is_bytes))
+  too_long = run.mode == "watch" and len(prompt) > watch.TOKENS
+  refuse(too_long, f"prompt has {len(prompt)} tokens, and mode=watch reads {watch.TOKENS}: give a shorter text")
   if trains: check_out(out)
   check_band = run.mode == "train" and not start and not (own.keys() | model.keys()) - QUIET
   return Job(run, cfg, source, start, params, prompt, check_band, lines)
@@ -640,6 +646,11 @@ def perform(job:Job, own:dict, model:dict) -> int:       # what a sound command 
   elif run.mode == "train" and source:
     job = job._replace(params=params or atlas.filled(layout(run, cfg), run.seed))
     with Stop() as stop, run_folder(out, start): return train(job, source, stop)
+  elif params and run.mode in ("sample", "watch"):
+    if not start: print(f"out={run.out} has no checkpoint: the weights are those of {WEIGHTS}")
+    is_bytes = not start or start.meta["text"]["is_bytes"]
+    if run.mode == "sample": speak(job, params, is_bytes)
+    else: watch.watch(params, cfg, list(job.prompt), is_bytes, out, start.path if start else WEIGHTS)
   elif not (start and params): pass
   elif run.mode == "export":
     path, flat = out / "weights.safetensors", get_state_dict(params)
@@ -650,7 +661,6 @@ def perform(job:Job, own:dict, model:dict) -> int:       # what a sound command 
     score = evaluate.scorer(params, cfg, source, run.batch, run.seed)
     evaluate.table(score, source, run.tokens or evaluate.VALIDATION_TOKENS)
   elif source: evaluate.positions(params, cfg, source, start.path, run.batch, run.length, run.tokens)
-  else: speak(job, params, start.meta["text"]["is_bytes"])
   return 0
 def fault(e:Exception) -> str:  # what is wrong, in one line that any terminal can show: a name may hold line ends
   why = str(e)
