@@ -14,7 +14,7 @@ from random import Random
 from unittest.mock import Mock, patch
 import numpy as np
 import pytest
-import atlas, data, evaluate, experiments, train
+import atlas, data, evaluate, experiments, kernels, train
 from tinygrad import Device, Tensor, dtypes, helpers
 from tinygrad.nn.state import get_state_dict, safe_load, safe_save
 
@@ -554,6 +554,13 @@ def test_a_stopped_run_continues_bit_for_bit_and_a_fresh_one_loses_nothing(name,
   run(f"{command} resume=1")
   assert result("out") == result(ten[1])
 
+def test_a_run_on_two_cores_continues_on_one_to_the_same_end(ten, command, run, monkeypatch):
+  monkeypatch.setattr(kernels, "HAND_OVER", 0.0)         # even the smallest kernel is handed to threads
+  with at_step(4, lambda: signal.raise_signal(signal.SIGINT)):
+    assert "stopped at step 5, saved" in run(f"{command} cores=2").out
+  run(f"{command} cores=1 resume=1")
+  assert result("out") == result(ten[1])
+
 def test_a_stop_while_compiling_takes_effect_at_once_and_loses_nothing(ten, run, monkeypatch):
   monkeypatch.setattr(evaluate, "predictions", lambda *_: signal.raise_signal(signal.SIGTERM))
   out, error = run(f"{ten[0]} cache=0")
@@ -667,6 +674,10 @@ def test_bench_prints_and_writes_a_row_per_preset_and_length(preset, run):
   assert tuple(measured) == train.COLUMNS and all(measured.values()) and float(measured["tok_s"]) > 0
   assert (measured["backend"], measured["length"], too_long["length"]) == (FORMS[preset], "16", "100000000")
   assert too_long["params"] == "does not fit" and not any(too_long[name] for name in train.COLUMNS[5:])
+  memory, products, rest = [float(measured[name] or "nan") for name in ("memory", "products", "rest")]
+  if Device.DEFAULT == "CPU":
+    assert memory + products + rest == pytest.approx(1, abs=0.002) and products > 0 and rest > 0
+    assert (memory > 0) == (preset == "deltanet") and int(measured["cores"]) >= 1
 
 def test_a_task_is_trained_on_until_it_is_solved_evaluated_beyond_and_drawn(run, refused, monkeypatch):
   monkeypatch.setitem(data.BEYOND, "mqar", [dict(pairs=2, again=2, length=2)])
@@ -952,6 +963,20 @@ def test_a_run_killed_again_and_again_ends_byte_for_byte_like_one_in_a_process_t
     process(f"{line} resume=1 out=killed", -signal.SIGKILL, KILLER.format(step, random.uniform(0, 0.05)))
   process(f"{line} resume=1 out=killed")
   assert result("killed") == result("whole")
+
+@runs
+def test_ten_runs_side_by_side_end_alike(ten):
+  """Each has two threads, to which it hands even the smallest kernel, and compiles with the others."""
+  script = "import sys, kernels, train; kernels.HAND_OVER = 0.0; sys.exit(train.main(sys.argv[1:]))"
+  words, variables = f"{ten[0]} eval_every=0 cores=2".split(), os.environ | {"PYTHONPATH": str(HERE)}
+  started = [subprocess.Popen([sys.executable, "-c", script, *words, f"out={n}"], env=variables,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for n in range(10)]
+  try: errors = [(one.communicate(timeout=600)[1], one.returncode) for one in started]
+  finally:
+    for one in started: one.kill()
+  assert not any(code for _, code in errors), errors
+  results = [result(str(n))[0] for n in range(10)]
+  assert results == results[:1] * 10 and results[0] == result(ten[1])[0]
 
 # *** -m runs: experiments ***
 
