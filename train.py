@@ -687,6 +687,7 @@ def fault(e:Exception) -> str:  # what is wrong, in one line that any terminal c
   if isinstance(e, sqlite3.Error): why = f"tinygrad's cache {CACHEDB} cannot be used ({e}): set CACHELEVEL=0"
   if isinstance(e, OSError): why = f"a file cannot be written ({e.strerror}): make room; what was saved before is whole"
   if isinstance(e, OSError) and e.filename: why = f"{e.filename} cannot be used ({e.strerror}): give another path"
+  if isinstance(e, BrokenPipeError): why = "the processes that compile kernels cannot start: set PARALLEL=0"
   return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in why)
 
 @evaluate.shown()
