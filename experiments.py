@@ -42,9 +42,10 @@ def table(columns:dict[str, str]) -> Callable[..., None]:
   print("".join(f"{name:{re.findall('[<>][0-9]+', form)[0]}}" for name, form in columns.items()), flush=True)
   return row
 
-def picture(path:Path, label:str, panels:dict[str, Any], log:bool=True, colors:int=10) -> None:
-  """Draws panels in a row.  label: of the y axis.  panels: title, which names the x axis -> an image of values from 0
-  to 1, or curves {name: (x, y (seeds, len(x)))}.  After `colors` curves, the colors repeat in another line style."""
+def picture(file:str, label:str, panels:dict[str, Any], log:bool=True, colors:int=10) -> None:
+  """Draws panels in a row into assets/.  label: of the y axis.  panels: title, which names the x axis -> an image of
+  values from 0 to 1, or curves {name: (x, y (seeds, len(x)))}.  After `colors` curves, the colors repeat in another
+  line style."""
   try: import matplotlib.pyplot as plt
   except ImportError: return print("for the picture: pip install '.[plot]'")
   size = 2 + 3 * len(panels), 3.6
@@ -61,37 +62,27 @@ def picture(path:Path, label:str, panels:dict[str, Any], log:bool=True, colors:i
     if log: axis.set(xscale="log", xticks=x, xticklabels=x)
     axis.minorticks_off()
   figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, frameon=False, loc="outside right upper")
-  path.parent.mkdir(parents=True, exist_ok=True)
+  path = Path("assets", file)
+  path.parent.mkdir(exist_ok=True)
   figure.savefig(path, dpi=110)
   print(f"written to {path}")
 
 # *** speed of the memory, and what features=exp costs ***
 
-class Layer(NamedTuple):
-  """A memory and the sequences that it reads."""
-  rule: dict                  # settings of atlas.Config
-  heads: int
-  d: int                      # size of keys and values
-  hidden: int
-  batch: int
-  length: int
-  ops: bool                   # whether to measure stock operations too: larger ones compile slowly
-
-LAYERS = {
-  "mlp, window 9, momentum": Layer(dict(window=9, chunk=64), 4, 32, 128, 4, 512, True),
-  "atlas, heads of 16": Layer(dict(features="poly", window=4, chunk=32, optimizer="muon"), 4, 16, 32, 2, 128, True),
-  "titans, dim 256": Layer(dict(window=1, chunk=64), 4, 64, 256, 4, 2048, False),
-  "omega 16 with Muon": Layer(dict(window=16, chunk=64, optimizer="muon"), 4, 64, 256, 1, 512, False),
+SIZES = dict(key_dim=64, value_dim=64, expand=4, chunk=64)
+LAYERS = {                                               # the memory of a preset, and the sequences that it reads
+  "mlp, window 9, momentum": (atlas.preset("titans", **SIZES | dict(key_dim=32, value_dim=32, window=9)), 4, 512),
+  "atlas, heads of 16": (atlas.preset("atlas", expand=2, muon_every=1), 2, 128),
+  "titans, dim 256": (atlas.preset("titans", **SIZES), 4, 2048),
+  "omega 16 with Muon": (atlas.preset("titans", **SIZES, window=16, optimizer="muon", muon_every=1), 1, 512),
 }
 
-def layer_step(layer:Layer, backend:str) -> tuple[Callable, list[Tensor]]:
+def layer_step(cfg:atlas.Config, B:int, T:int) -> tuple[Callable, list[Tensor]]:
   """A jitted forward and backward pass of kernels.memory, inputs -> (y, *their gradients); and random inputs."""
-  B, H, T, d = layer.batch, layer.heads, layer.length, layer.d
-  fields: dict = dict(memory="mlp", forget=True, momentum=True, expand=layer.hidden // d, backend=backend) | layer.rule
-  cfg, rng = atlas.Config(heads=H, key_dim=d, value_dim=d, **fields), np.random.default_rng(0)
+  rng, H = np.random.default_rng(0), cfg.heads
   weights = {name: rng.normal(size=shape) * shape[-1] ** -0.5 for name, shape in atlas.memory_shapes(cfg).items()}
   if cfg.features == "poly": weights["a"] = rng.uniform(0.5, 1, 3)
-  q, k, v = unit(rng, 3, B, H, T, d)
+  q, k, v = unit(rng, 3, B, H, T, cfg.key_dim)
   gates = [rng.uniform(low, high, (B, H, T)) for low, high in ((0.97, 1), (0.8, 0.95), (0, 0.01))]
   gates.append(rng.uniform(0, 1 / cfg.window, (B, H, T, cfg.window)))
   @TinyJit
@@ -102,41 +93,58 @@ def layer_step(layer:Layer, backend:str) -> tuple[Callable, list[Tensor]]:
     return results
   return step, [tensor(x) for x in (*weights.values(), q, k, v, *gates)]
 
-COSTS = {"layer": "<26s", "form": "<6s", "first s": ">9.1f", "ms": ">9.1f", "tokens/s": ">10.0f", "GFLOP": ">8.2f",
-         "GFLOP/s": ">9.1f", "kernels": ">9d", "MB": ">9.1f"}
+NUMPY = """import numpy, timeit
+x = numpy.ones((1024, 1024), numpy.float32)
+print(2 * 1024 ** 3 / 1e9 / min(timeit.repeat(lambda: x @ x, number=1, repeat=30)))"""
 
-def cost(row:Callable, name:str, layer:Layer, form:str) -> tuple[float, list]:
-  """Prints what a layer's memory costs; returns tokens/s and its results.  first s: the pass that compiles.  ms: the
-  median of 7 passes after compilation.  MB: all buffers of a captured pass, with its inputs and results."""
-  gc.collect()                                           # frees the buffers of the layer before
-  before, times = GlobalCounters.mem_used, []
-  step, inputs = layer_step(layer, form)
-  for _ in range(10):
-    GlobalCounters.reset()
-    start = time.perf_counter()
-    results = step(*inputs)
-    Device[Device.DEFAULT].synchronize()
-    times.append(time.perf_counter() - start)
-  seconds, gflop = float(np.median(times[3:])), GlobalCounters.global_ops / 1e9
-  speed, megabytes = layer.batch * layer.length / seconds, (GlobalCounters.mem_used - before) / 1e6
-  row(name, form, times[0], seconds * 1e3, speed, gflop, gflop / seconds, GlobalCounters.kernel_count, megabytes)
-  return speed, [x.numpy() for x in results]
+def numpy_speed() -> float:
+  """GFLOP/s of numpy's product with as many threads as kernels have, which numpy reads when it is imported."""
+  threads = str(kernels.NUM_CPU_THREADS.value)
+  names = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
+  environment = os.environ | dict.fromkeys(names, threads)
+  speed = float(subprocess.check_output([sys.executable, "-c", NUMPY], env=environment))
+  print(f"numpy's product of 1,024 x 1,024 numbers on {threads} cores: {speed:.0f} GFLOP/s")
+  return speed
+
+def cost_table() -> Callable[..., tuple[float, list]]:
+  """Prints the headings of a table.  Returns a function that prints what a memory costs, and returns tokens/s and the
+  results.  first s: the pass that compiles.  ms: the median of 7 passes after compilation.  of numpy: GFLOP/s in units
+  of numpy's.  MB: all buffers of a captured pass, with its inputs and results."""
+  fastest = numpy_speed()
+  row = table({"layer": "<26s", "form": "<6s", "first s": ">9.1f", "ms": ">9.1f", "tokens/s": ">10.0f",
+               "GFLOP": ">8.2f", "GFLOP/s": ">9.1f", "of numpy": ">10.2f", "kernels": ">9d", "MB": ">9.1f"})
+  def cost(name:str, cfg:atlas.Config, B:int, T:int) -> tuple[float, list]:
+    gc.collect()                                         # frees the buffers of the layer before
+    before, times = GlobalCounters.mem_used, []
+    step, inputs = layer_step(cfg, B, T)
+    for _ in range(10):
+      GlobalCounters.reset()
+      start = time.perf_counter()
+      results = step(*inputs)
+      Device[Device.DEFAULT].synchronize()
+      times.append(time.perf_counter() - start)
+    seconds, gflop = float(np.median(times[3:])), GlobalCounters.global_ops / 1e9
+    speed, megabytes = B * T / seconds, (GlobalCounters.mem_used - before) / 1e6
+    row(name, cfg.backend, times[0], seconds * 1e3, speed, gflop, gflop / seconds, gflop / seconds / fastest,
+        GlobalCounters.kernel_count, megabytes)
+    return speed, [x.numpy() for x in results]
+  return cost
 
 def speed() -> None:
-  """The memory of each layer in one kernel, and some in stock operations."""
-  row = table(COSTS)
-  for name, layer in LAYERS.items():
-    fast, fused = cost(row, name, layer, "fused")
-    if not layer.ops: continue
-    slow, ops = cost(row, name, layer, "ops")
+  """The memory of each layer in one kernel.  Those with small keys in stock operations too: others compile slowly."""
+  cost = cost_table()
+  for name, (cfg, *sizes) in LAYERS.items():
+    fast, fused = cost(name, dataclasses.replace(cfg, backend="fused"), *sizes)
+    if cfg.key_dim > 32: continue
+    slow, ops = cost(name, dataclasses.replace(cfg, backend="ops"), *sizes)
     error = max(np.linalg.norm(x - z) / np.linalg.norm(z) for x, z in zip(fused, ops))
     print(f"{'':26s}fused is {fast / slow:.1f} times as fast; "
           f"largest relative difference of outputs and gradients {error:.1e}", flush=True)
 
-def expansion(lengths:tuple=(128, 256, 512, 1024)) -> None:
+def expansion() -> None:
   """What features=exp costs against the length of the sequence, with the rule of the preset `dot`."""
-  row, rule = table(COSTS), dict(features="exp", window=4, chunk=32, forget=False, momentum=False)
-  for T in lengths: cost(row, f"exp, {T} tokens", Layer(rule, 4, 16, 16, 2, T, True), "ops")
+  cost = cost_table()
+  for T in (128, 256, 512, 1024): cost(f"exp, {T} tokens", atlas.preset("dot", backend="ops"), 2, T)
 
 # *** recall without training ***
 
@@ -149,16 +157,9 @@ RULES: dict[str, dict] = {
 KINDS = ("independent", "correlated", "overwritten")
 STEPS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
-class Pairs(NamedTuple):
-  """Streams of keys and values, and the N pairs that a memory should recall at their end."""
-  keys: np.ndarray            # (streams,T,d)
-  values: np.ndarray          # (streams,T,d)
-  writes: np.ndarray          # (streams,T), whether the token is a pair: otherwise it is padding
-  queries: np.ndarray         # (streams,N,d)
-  targets: np.ndarray         # (streams,N,d)
-
-def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:int) -> Pairs:
-  """N pairs of unit vectors in each of `trials` streams of T tokens.  correlated: all keys share a component, and
+def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:int) -> list[np.ndarray]:
+  """N pairs of unit vectors in each of `trials` streams: keys and values (trials,T,d), which are zero after the last
+  pair; and what should be recalled for the first N keys (trials,N,d).  correlated: all keys share a component, and
   cosines are about 1/2.  overwritten: half of the keys get a second value, which is the one to recall."""
   shared = rng.normal(size=(trials, 1, d)) if kind == "correlated" else 0.0
   keys = unit(rng, trials, N, d, shared=shared)
@@ -166,11 +167,8 @@ def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:
   again = N // 2 if kind == "overwritten" else 0
   newer = unit(rng, trials, again, d)
   padding = np.zeros((trials, T - N - again, d))
-  return Pairs(keys=np.concatenate([keys, keys[:, :again], padding], axis=1),
-               values=np.concatenate([values, newer, padding], axis=1),
-               writes=np.tile(np.arange(T) < N + again, (trials, 1)),
-               queries=keys,
-               targets=np.concatenate([newer, values[:, again:]], axis=1))
+  parts = [keys, keys[:, :again], padding], [values, newer, padding], [newer, values[:, again:]]
+  return [np.concatenate(part, axis=1) for part in parts]
 
 def empty_memory(cfg:atlas.Config, B:int) -> tuple[dict, dict]:
   """Weights and state of a memory that has stored nothing.  Of the polynomial features the quadratic ones count."""
@@ -186,47 +184,34 @@ def recalled(fields:dict, sizes:tuple, trials:int, seeds:int, d:int=16) -> np.nd
   cfg = atlas.Config(memory="linear", chunk=1, heads=H, key_dim=d, value_dim=d, anchors=0, **fields)
   length = 2.0 if exp else 1.0                           # of keys: exp(4 cos), as sharp as a trained model's may become
   largest = math.exp(length ** 2) if exp else 1.0        # phi(k).phi(k), over which the step is taken
-  T = -(-3 * max(sizes) // 16) * 8                       # room for what is written, in whole calls of 8 tokens
-  call = T if exp else 8                                 # exp in one call: a jit cannot hold a state that grows
-  weights, empty = empty_memory(cfg, len(STEPS))
-  @TinyJit
-  def read(state, q, k, v, alpha, theta, eta, gamma):
-    return kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state or None)[1]
-  hits = []
-  for kind in KINDS:
-    for N in sizes:
-      drawn = [recall_pairs(np.random.default_rng([seed, N]), kind, trials, N, d, T) for seed in range(1 + seeds)]
-      pairs = Pairs(*map(np.concatenate, zip(*drawn)))
-      def batch(x): return np.stack([x] * len(STEPS))
-      keys, ones = batch(pairs.keys), np.ones((len(STEPS), H, T))
-      eta = ones * pairs.writes * np.reshape(STEPS, (-1, 1, 1)) / largest
-      inputs = keys, keys * length, batch(pairs.values), ones, ones, eta, np.ones((*ones.shape, cfg.window))
-      read.reset()                                       # an initial state and a later one are laid out differently
-      state = {} if exp else {name: z.clone().realize() for name, z in empty.items()}
-      for t in range(0, T, call): state = read(state, *[tensor(x[:, :, t:t + call]) for x in inputs])
-      outputs = kernels.recall(cfg, weights, state, tensor(batch(pairs.queries * length))).numpy()
-      nearest = (outputs @ pairs.targets.swapaxes(-1, -2)).argmax(-1)      # all values have length 1
-      hits.append((nearest == np.arange(N)).reshape(len(STEPS), 1 + seeds, -1).mean(-1))
+  steps, T, hits = np.reshape(STEPS, (-1, 1, 1)), 3 * max(sizes) // 2, []
+  ones = np.ones((len(STEPS), H, T))
+  weights, _ = empty_memory(cfg, len(STEPS))
+  for kind, N in itertools.product(KINDS, sizes):
+    drawn = [recall_pairs(np.random.default_rng([seed, N]), kind, trials, N, d, T) for seed in range(1 + seeds)]
+    keys, values, targets = [np.stack([np.concatenate(x)] * len(STEPS)) for x in zip(*drawn)]
+    eta = ones * steps * values.any(-1) / largest        # a token of padding takes no step
+    inputs = keys, keys * length, values, ones, ones, eta, np.ones((*ones.shape, cfg.window))
+    _, state = kernels.memory(cfg, weights, *map(tensor, inputs))
+    outputs = kernels.recall(cfg, weights, state, tensor(keys[:, :, :N] * length)).numpy()
+    nearest = (outputs @ targets.swapaxes(-1, -2)).argmax(-1)              # all values have length 1
+    hits.append((nearest == np.arange(N)).reshape(len(STEPS), 1 + seeds, -1).mean(-1))
   results = np.stack(hits)
   return at_best_rate(results, results[..., 0])[0].reshape(len(KINDS), len(sizes), seeds)
 
-def recall(sizes:tuple=(8, 16, 32, 64), trials:int=4, seeds:int=3, rules:tuple=tuple(RULES),
-           folder:str="assets") -> dict:
+def recall(sizes:tuple=(8, 16, 32, 64), trials:int=4, seeds:int=3, rules:tuple=tuple(RULES)) -> dict:
   """Prints and draws the share of hits against the number of pairs, keys of 16: mean over seeds, and their spread at
   the last size but one.  Returns {(rule, features): hits (kinds, sizes, seeds)}."""
   print(f"{trials} trials for each of {seeds} seeds, and of one more that chooses the step of {STEPS}; pairs: {sizes}")
   row, results = table({"rule": "<18s", "features": "<9s"} | dict.fromkeys(KINDS, ">32s")), {}
-  for features in ("identity", "poly", "exp"):
-    for name in rules:
-      if features == "exp" and RULES[name].get("optimizer") == "muon": continue            # an expansion is no matrix
-      hits = results[name, features] = recalled(RULES[name] | {"features": features}, sizes, trials, seeds)
-      means = [" ".join(f"{x:.2f}" for x in kind.mean(-1)) for kind in hits]
-      row(name, features, *[f"{mean} (+-{kind[-2].std():.2f})" for mean, kind in zip(means, hits)])
-  panels = {}
-  for i, kind in enumerate(KINDS):
-    curves = {", ".join(key): (sizes, hits[i].T) for key, hits in results.items()}
-    panels[f"pairs written once, {kind} keys"] = curves
-  picture(Path(folder) / "recall.png", "values recalled", panels, colors=len(rules))
+  for features, name in itertools.product(("identity", "poly", "exp"), rules):
+    if features == "exp" and RULES[name].get("optimizer") == "muon": continue    # an expansion is no matrix
+    hits = results[name, features] = recalled(RULES[name] | {"features": features}, sizes, trials, seeds)
+    means = [" ".join(f"{x:.2f}" for x in kind.mean(-1)) for kind in hits]
+    row(name, features, *[f"{mean} (+-{kind[-2].std():.2f})" for mean, kind in zip(means, hits)])
+  panels = {f"pairs written once, {kind} keys": {", ".join(key): (sizes, hits[i].T) for key, hits in results.items()}
+            for i, kind in enumerate(KINDS)}
+  picture("recall.png", "values recalled", panels, colors=len(rules))
   return results
 
 # *** learnability: which mappings a memory learns while it reads ***
@@ -265,7 +250,7 @@ def mapped(rng:np.random.Generator, d:int, T:int, window:int) -> list:
   low_rank = x @ matrix(d, rank) @ matrix(rank, d)
   return [(x, low_rank), (x, mlp(x)), (x, after), (mixed, after), (x, mlp(attention(x, window)))]
 
-def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64, folder:str="assets") -> np.ndarray:
+def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64) -> np.ndarray:
   """An MLP of d-d-d-d without biases is trained online, one step of Adam a token, on |M(i_t) - o_t|^2 / |o_t|^2
   (section 6.4, Figure 6, at a quarter of its size).  Prints, draws and returns the loss before each step, (mappings,
   seeds, T).  The networks are one batch, (mappings, rates, seeds).  One more seed chooses a rate by its mean loss."""
@@ -285,11 +270,10 @@ def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64, folder:str="a
   ends = results[..., -(T // 4):].mean(-1)
   row = table({"mapping": "<30s", "rate": ">8.0e", "mean loss of the last quarter": ">32s"})
   for name, i, end in zip(MAPPINGS, best, ends): row(name, RATES[i], spread(end))
-  print(f"low-rank is easiest: {'yes' if ends.mean(-1).argmin() == 0 else 'no'}")
   width = max(1, T // 40)
   blocks = results[..., :T // width * width].reshape(len(MAPPINGS), seeds, -1, width).mean(-1)
   curves = {name: (np.arange(y.shape[1]) * width, y) for name, y in zip(MAPPINGS, blocks)}
-  picture(Path(folder) / "learnability.png", f"loss, mean of {width} tokens", {"position": curves}, log=False)
+  picture("learnability.png", f"loss, mean of {width} tokens", {"position": curves}, log=False)
   return results
 
 # *** capacity: how many pairs a memory can hold ***
@@ -362,14 +346,14 @@ PANELS: dict[str, tuple[dict, float, float]] = {         # settings of atlas.Con
   "quadratic, window 16, alpha 0.95": (dict(window=16, features="poly", forget=True), 0.2, 0.95),
 }
 
-def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict:
+def heatmap(N:int=48, draws:int=16, d:int=16) -> dict:
   """N pairs with correlated keys are written once each, in order, into linear memories (Eq. 9), a pair a token.  Prints
   and draws the errors |M_t(phi(k_n)) - v_n|^2 / |v_n|^2 after each token, mean of `draws`, (time t, pair n)."""
   print(f"{N} pairs of {d}, mean of {draws} draws")
   parts = ("pairs just read", "end: first 8", "last 16 to 9", "last 8", "all")
   row, results = table({"error of": "<34s"} | dict.fromkeys(parts, ">16.2f")), {}
-  pairs = recall_pairs(np.random.default_rng(0), "correlated", draws, N, d, N)
-  k, v = tensor([pairs.keys]), tensor([pairs.values])
+  keys, values, _ = recall_pairs(np.random.default_rng(0), "correlated", draws, N, d, N)
+  k, v = tensor([keys]), tensor([values])
   for name, (fields, eta, alpha) in PANELS.items():
     cfg = atlas.Config(memory="linear", chunk=1, heads=draws, key_dim=d, value_dim=d, **fields)
     weights, state = empty_memory(cfg, 1)
@@ -386,7 +370,7 @@ def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict:
       rows.append(errors.numpy())
     e = results[name] = np.stack(rows)
     row(name, *[x.mean() for x in (np.diag(e), e[-1, :8], e[-1, -16:-8], e[-1, -8:], e[-1])])
-  picture(Path(folder) / "memory.png", "pairs written, t", {f"pair n: {name}": e for name, e in results.items()})
+  picture("memory.png", "pairs written, t", {f"pair n: {name}": e for name, e in results.items()})
   return results
 
 # *** training runs, and the ledger of those that are finished ***
@@ -624,7 +608,7 @@ def models(trial:Trial, *presets:str) -> dict[str, Trial]:
 
 BITS = ["bits per byte"] + [f"quarter {n} of 4x" for n in (1, 2, 3, 4)]
 
-def text(trial:Trial=TEXT, folder:str="assets") -> dict:
+def text(trial:Trial=TEXT) -> dict:
   """Models on text, at equal parameters, data and steps."""
   trials = models(trial, "omeganet", "swla", "atlas", "deltanet", "transformer++", "titans", "gated_deltanet",
                   "linear_attention", "atlas_mag", "atlas_mal", "atlas++")
@@ -634,7 +618,7 @@ def text(trial:Trial=TEXT, folder:str="assets") -> dict:
     curves = np.array([record["curve"] for record in z.records])           # (seeds, points, step or bits)
     for panel, scale in zip(panels.values(), (trial.batch * trial.length, z.records[0]["seconds"])):
       panel[name] = curves[0, :, 0] * scale, curves[..., 1]
-  picture(Path(folder) / "text.png", "bits per byte", panels, log=False)
+  picture("text.png", "bits per byte", panels, log=False)
   return results
 
 def longer() -> dict:
@@ -688,7 +672,7 @@ def mqar(trial:Trial=RECALL, sized:tuple=("atlas", "swla", "deltanet"), sizes:tu
     of_name = [results.get(name if d == usual else (name, d)) for d in ticks]
     if all(of_name): by_size[name] = ticks, np.stack([z.scores[:, 0] for z in of_name if z], axis=1)
   panels = {f"pairs (trained with {most})": by_count, f"size of keys and values, {most} pairs": by_size}
-  picture(Path(folder) / "mqar.png", "queries answered", panels)
+  picture("mqar.png", "queries answered", panels)
   return results
 
 def official() -> None:
@@ -728,43 +712,17 @@ def hostile(tokens:int, vocab:int) -> np.ndarray:
   in_turn = np.where(position // 512 % 2, 7, noise)
   return np.stack([np.full(tokens, 7), position % 5, noise, in_turn]).astype(np.int32)
 
-def in_pieces(params:dict, cfg:atlas.Config, tokens:np.ndarray) -> Iterator[tuple[int, np.ndarray, dict]]:
-  """Reads a stream (B,T) in calls of 256 tokens; yields for each the position of its first token, its logits, and the
-  state after it.  A model whose state grows with the stream reads it in one call, because a jit cannot hold it, and
-  yields no state."""
-  if atlas.growing(cfg):                                 # attention row by row: the scores of a row take its square
-    rows = [tokens] if cfg.mixer == "memory" else [row[None] for row in tokens]
-    yield 0, np.concatenate([atlas.forward(params, cfg, Tensor(row.copy()))[0].numpy() for row in rows]), {}
-    return
-  state: dict = {}
-  read_on = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
-  for at in range(0, tokens.shape[1], 256):
-    x = Tensor(tokens[:, at:at + 256].copy())
-    logits, state = read_on(x, state) if state else atlas.forward(params, cfg, x)
-    state = {name: z.clone().realize() for name, z in state.items()}
-    yield at, logits.numpy(), state
-
 AFTER = 4096                                             # tokens of text after a stream; the first 1,024 have no score
-
-def text_bits(params:dict, cfg:atlas.Config, rows:np.ndarray) -> np.ndarray:
-  """Bits per byte (B) of the scored part of the text that ends each row (B,T); NaN if a logit is not finite."""
-  losses = []
-  for at, logits, _ in in_pieces(params, cfg, rows):
-    if not np.isfinite(logits).all(): return np.full(len(rows), math.nan)
-    skip = max(0, rows.shape[1] - AFTER + 1024 - at)
-    targets = rows[:, at + skip + 1:at + logits.shape[1], None]
-    z = logits[:, skip:-1].astype(np.float64)
-    losses.append(np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, targets, -1)[..., 0])
-  return np.concatenate(losses, axis=1).mean(1) / math.log(2)
 
 def recovery(params:dict, cfg:atlas.Config, text:data.Text, tokens:int=16_384) -> np.ndarray:
   """Bits per byte of a text from its 1,024th token on (6): with nothing before it; after `tokens` of each hostile kind;
-  after as much of another text.  At most 8,192 tokens where the cost is their square."""
-  if atlas.growing(cfg): tokens = min(tokens, 8192)
-  after = text.val[None, :AFTER].astype(np.int32)
-  before = np.concatenate([hostile(tokens, cfg.vocab), text.train[None, :tokens].astype(np.int32)])
-  rows = np.concatenate([before, np.tile(after, (len(before), 1))], axis=1)
-  return np.concatenate([text_bits(params, cfg, after), text_bits(params, cfg, rows)])
+  after as much of another text.  At most 4,096 tokens where the cost is their square."""
+  if atlas.growing(cfg): tokens = min(tokens, 4096)
+  first, scored = text.val[:1025].tobytes(), text.val[1025:AFTER].tobytes()
+  streams = [*hostile(tokens, cfg.vocab).astype(np.uint8), text.train[:tokens]]
+  rows = [(first, scored)] + [(stream.tobytes() + first, scored) for stream in streams]
+  scores = evaluate.likelihoods(params, cfg, rows, 1 if atlas.growing(cfg) else len(streams))
+  return np.array([-nats for nats, _ in scores]) / len(scored) / math.log(2)
 
 def streams() -> dict:
   """Models that were trained on short sequences read text after a long stream of something else."""
