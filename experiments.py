@@ -4,7 +4,7 @@ speed, expansion, recall, learnability, capacity and heatmap measure the memory 
 The others train models, in a process for each core.  Finished runs are kept in runs/results.jsonl, or LEDGER=FILE: a
 command that was stopped goes on from there, and TRAIN=0 prints what there is."""
 from __future__ import annotations
-import contextlib, dataclasses, functools, gc, itertools, json, math, multiprocessing, os, platform, re, shlex
+import bisect, contextlib, dataclasses, functools, gc, itertools, json, math, multiprocessing, os, platform, re, shlex
 import subprocess, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -48,6 +48,8 @@ def picture(file:str, label:str, panels:dict[str, Any], log:bool=True, colors:in
   line style."""
   try: import matplotlib.pyplot as plt
   except ImportError: return print("for the picture: pip install '.[plot]'")
+  panels = {title: panel for title, panel in panels.items() if len(panel)}
+  if not panels: return
   size = 2 + 3 * len(panels), 3.6
   figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
   axes[0, 0].set_ylabel(label)
@@ -57,8 +59,8 @@ def picture(file:str, label:str, panels:dict[str, Any], log:bool=True, colors:in
       figure.colorbar(axis.imshow(panel, vmin=0, vmax=1, cmap="magma"), ax=axis)
       continue
     for i, (name, (x, y)) in enumerate(panel.items()):
-      style = dict(color=f"C{i % colors}", linestyle=("-", "--", ":")[i // colors], marker=".")
-      axis.errorbar(x, y.mean(0), y.std(0), label=name, **style)
+      style = ("-", "--", ":")[i // colors]
+      axis.errorbar(x, y.mean(0), y.std(0), label=name, color=f"C{i % colors}", linestyle=style, marker=".")
     if log: axis.set(xscale="log", xticks=x, xticklabels=x)
     axis.minorticks_off()
   figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, frameon=False, loc="outside right upper")
@@ -170,30 +172,29 @@ def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:
   parts = [keys, keys[:, :again], padding], [values, newer, padding], [newer, values[:, again:]]
   return [np.concatenate(part, axis=1) for part in parts]
 
-def empty_memory(cfg:atlas.Config, B:int) -> tuple[dict, dict]:
-  """Weights and state of a memory that has stored nothing.  Of the polynomial features the quadratic ones count."""
+def answers(fields:dict, k:np.ndarray, v:np.ndarray, q:np.ndarray, eta:np.ndarray, alpha:Any=1.0) -> np.ndarray:
+  """What linear memories, empty at first, recall for q (B,H,N,d) after they have read k, v (B,H,T,d) in steps of eta
+  (B,H,T).  Of the polynomial features the quadratic ones count."""
+  _, H, _, d = k.shape
+  cfg = atlas.Config(memory="linear", chunk=1, heads=H, key_dim=d, value_dim=d, anchors=0, **fields)
   weights = {name: Tensor.zeros(*shape).contiguous() for name, shape in atlas.memory_shapes(cfg).items()}
   if cfg.features == "poly": weights["a"] = Tensor([0.0, 0.0, 1.0])
-  state = kernels.initial_state(cfg, weights, B, cfg.key_dim)
-  return weights, {name: z.clone() for name, z in state.items()}           # the inputs of a jit share no buffer
+  ones = np.ones_like(eta)
+  gates = tensor(ones * alpha), tensor(ones), tensor(eta), tensor(np.ones((*eta.shape, cfg.window)))
+  _, state = kernels.memory(cfg, weights, tensor(k), tensor(k), tensor(v), *gates)
+  return kernels.recall(cfg, weights, state, tensor(q)).numpy()
 
 def recalled(fields:dict, sizes:tuple, trials:int, seeds:int, d:int=16) -> np.ndarray:
   """The share of hits (kinds, sizes, seeds) after every pair was written once: keys for which the memory's output is
   nearest to the right value.  One more seed chooses the step size.  Batch: step sizes; heads: (seeds, trials)."""
-  H, exp = trials * (1 + seeds), fields["features"] == "exp"
-  cfg = atlas.Config(memory="linear", chunk=1, heads=H, key_dim=d, value_dim=d, anchors=0, **fields)
-  length = 2.0 if exp else 1.0                           # of keys: exp(4 cos), as sharp as a trained model's may become
-  largest = math.exp(length ** 2) if exp else 1.0        # phi(k).phi(k), over which the step is taken
   steps, T, hits = np.reshape(STEPS, (-1, 1, 1)), 3 * max(sizes) // 2, []
-  ones = np.ones((len(STEPS), H, T))
-  weights, _ = empty_memory(cfg, len(STEPS))
+  length = 2.0 if fields["features"] == "exp" else 1.0   # of keys: exp(4 cos), as sharp as a trained model's may become
+  largest = math.exp(4.0) if fields["features"] == "exp" else 1.0          # phi(k).phi(k), over which a step is taken
   for kind, N in itertools.product(KINDS, sizes):
     drawn = [recall_pairs(np.random.default_rng([seed, N]), kind, trials, N, d, T) for seed in range(1 + seeds)]
-    keys, values, targets = [np.stack([np.concatenate(x)] * len(STEPS)) for x in zip(*drawn)]
-    eta = ones * steps * values.any(-1) / largest        # a token of padding takes no step
-    inputs = keys, keys * length, values, ones, ones, eta, np.ones((*ones.shape, cfg.window))
-    _, state = kernels.memory(cfg, weights, *map(tensor, inputs))
-    outputs = kernels.recall(cfg, weights, state, tensor(keys[:, :, :N] * length)).numpy()
+    k, v, targets = [np.stack([np.concatenate(x)] * len(STEPS)) for x in zip(*drawn)]
+    eta = steps * v.any(-1) / largest                    # a token of padding takes no step
+    outputs = answers(fields, k * length, v, k[:, :, :N] * length, eta)
     nearest = (outputs @ targets.swapaxes(-1, -2)).argmax(-1)              # all values have length 1
     hits.append((nearest == np.arange(N)).reshape(len(STEPS), 1 + seeds, -1).mean(-1))
   results = np.stack(hits)
@@ -257,10 +258,9 @@ def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64) -> np.ndarray
   print(f"d {d}, {T} tokens, sliding window {window}; {seeds} seeds, and one more that chooses the rate of {RATES}")
   pairs = np.array([mapped(np.random.default_rng([seed, d]), d, T, window) for seed in range(1 + seeds)], np.float32)
   stream = pairs.transpose(3, 2, 1, 0, 4)[:, :, :, None, :, None]  # (T, input or target, mappings, 1, seeds, 1, d)
-  rng, weights = np.random.default_rng(0), []
-  for scale in (d ** -0.5, d ** -0.5, 1e-3):             # outputs start small, as some targets are: the loss is 1 at 0
-    w = rng.normal(size=(1 + seeds, d, d)) * scale
-    weights.append(tensor(np.broadcast_to(w, (len(MAPPINGS), len(RATES), *w.shape))))
+  rng, networks = np.random.default_rng(0), (len(MAPPINGS), len(RATES), 1, 1, 1)
+  scales = d ** -0.5, d ** -0.5, 1e-3                    # outputs start small, as some targets are: the loss is 1 at 0
+  weights = [tensor(np.tile(rng.normal(size=(1 + seeds, d, d)) * scale, networks)) for scale in scales]
   def loss(x, target):
     for w in weights[:-1]: x = (x @ w).gelu()
     return (x @ weights[-1] - target).square().sum((-1, -2)) / target.square().sum((-1, -2))
@@ -286,15 +286,11 @@ def linear_capacity(d:int, degree:int, seeds:int, threshold:float) -> list[int]:
   for seed in range(seeds):
     keys, values = unit(np.random.default_rng([seed, d, degree]), 2, most, d)
     x = kernels.phi(cfg, tensor(keys), a).numpy().astype(np.float64)
-    stored, broken = 0, most
-    while broken - stored > 1:
-      N = (stored + broken) // 2
+    def error(N):
       gram = x[:N] @ x[:N].T
       ridge = 1e-12 * np.trace(gram)                     # phi is float32: what is shorter than 1e-6 of it is rounding
-      errors = ridge * np.linalg.solve(gram + ridge * np.eye(N), values[:N])               # values - W phi(k)
-      if (errors ** 2).sum() < threshold * N: stored = N
-      else: broken = N
-    results.append(stored)
+      return np.square(ridge * np.linalg.solve(gram + ridge * np.eye(N), values[:N])).sum() / N  # values - W phi(k)
+    results.append(bisect.bisect_left(range(1, most), threshold, key=error))
   return results
 
 def deep_capacity(d:int, hidden:int, seeds:int, threshold:float, steps:int) -> list[int]:
@@ -352,23 +348,12 @@ def heatmap(N:int=48, draws:int=16, d:int=16) -> dict:
   print(f"{N} pairs of {d}, mean of {draws} draws")
   parts = ("pairs just read", "end: first 8", "last 16 to 9", "last 8", "all")
   row, results = table({"error of": "<34s"} | dict.fromkeys(parts, ">16.2f")), {}
-  keys, values, _ = recall_pairs(np.random.default_rng(0), "correlated", draws, N, d, N)
-  k, v = tensor([keys]), tensor([values])
+  pairs = recall_pairs(np.random.default_rng(0), "correlated", draws, N, d, N)
+  k, v, _ = [np.stack([x] * N) for x in pairs]           # a copy for every t, which reads on, but takes no step, after t
+  reads = np.ones((1, draws, 1)) * np.tri(N)[:, None]
   for name, (fields, eta, alpha) in PANELS.items():
-    cfg = atlas.Config(memory="linear", chunk=1, heads=draws, key_dim=d, value_dim=d, **fields)
-    weights, state = empty_memory(cfg, 1)
-    ones, rows = np.ones((1, draws, 1)), []
-    gates = dict(alpha=ones * alpha, theta=ones, eta=ones * eta, gamma=np.ones((*ones.shape, cfg.window)))
-    tensors: dict[str, Any] = {name: tensor(x) for name, x in gates.items()}
-    @TinyJit
-    def write(state, key, value):
-      _, state = kernels.memory(cfg, weights, key, key, value, state=state, **tensors)
-      errors = (kernels.recall(cfg, weights, state, k) - v).square().sum(-1)               # all values have length 1
-      return state, errors.mean((0, 1))
-    for t in range(N):
-      state, errors = write(state, k[:, :, t:t + 1].clone(), v[:, :, t:t + 1].clone())
-      rows.append(errors.numpy())
-    e = results[name] = np.stack(rows)
+    outputs = answers(fields, k, v, k, eta * reads, np.where(reads, alpha, 1))
+    e = results[name] = np.square(outputs - v).sum(-1).mean(1)             # all values have length 1
     row(name, *[x.mean() for x in (np.diag(e), e[-1, :8], e[-1, -16:-8], e[-1, -8:], e[-1])])
   picture("memory.png", "pairs written, t", {f"pair n: {name}": e for name, e in results.items()})
   return results
@@ -391,19 +376,17 @@ class Trial(NamedTuple):
   measure: Callable|None = None            # of text: (params, cfg, text) -> scores, in place of the usual ones
   theta: float = atlas.INIT.theta          # where the momentum gate starts
 
-def changed_muon(bound:float, scale:Callable) -> rule.Step:
-  """The Muon step with another bound of eta, and U times scale(rows, columns)."""
-  muon = rule.STEPS["muon"]
-  return muon._replace(bound=bound, direction=lambda S, cfg: muon.direction(S, cfg) * scale(*S.shape[-2:]))
-# Rows of rule.STEPS that only a trial has.  Public Muon gives U the root mean square 0.2, whatever its shape.
-MUON = {"Muon's bound 0.03": changed_muon(0.03, lambda o, i: 1.0),
-        "Muon's bound 0.25": changed_muon(0.25, lambda o, i: 1.0),
-        "Muon's U of RMS 0.2": changed_muon(0.1, lambda o, i: 0.2 * max(o, i) ** 0.5)}
+MUON = rule.STEPS["muon"]
+# Public Muon gives U the root mean square 0.2, whatever its shape.
+def rms_matched(S:Any, cfg:rule.Rule) -> Any: return MUON.direction(S, cfg) * (0.2 * max(S.shape[-2:]) ** 0.5)
+STEPS_OF_TRIALS = {"Muon's bound 0.03": MUON._replace(bound=0.03),         # rows of rule.STEPS that only a trial has
+                   "Muon's bound 0.25": MUON._replace(bound=0.25),
+                   "Muon's U of RMS 0.2": MUON._replace(direction=rms_matched)}
 
 def config(trial:Trial) -> atlas.Config:
   """The model's settings.  As in train.py, what is trained on lies within the horizon."""
-  if trial.fields.get("optimizer") in MUON:
-    rule.STEPS.update(MUON)
+  if trial.fields.get("optimizer") in STEPS_OF_TRIALS:
+    rule.STEPS.update(STEPS_OF_TRIALS)
     atlas.CHOICES["optimizer"] = tuple(rule.STEPS)
   task = data.task(trial.task) if trial.task else None
   length, vocab = (task.settings["length"], task.vocab) if task else (trial.length, 256)
@@ -480,6 +463,7 @@ def trained(trial:Trial, runs:list[tuple[float, int]]) -> Iterator[dict]:
            "seconds": float(np.median(times)), "parameters": atlas.parts(cfg)["total"], "minutes": (now - began) / 60}
     began = now
 
+Runs = dict[tuple[float, int], dict]                     # (rate, seed) -> what the ledger has of that run
 LEDGER = Path(getenv("LEDGER", "runs/results.jsonl"))    # a line of JSON for every finished run
 TRAIN = getenv("TRAIN", 1)                               # 0: what the ledger does not have is left out
 
@@ -496,22 +480,22 @@ def settings_of(trial:Trial, rate:float, seed:int) -> dict:
 def commit() -> str:
   return subprocess.getoutput(f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty")
 
-def finished(trial:Trial, runs:list[tuple[float, int]]) -> dict[tuple[float, int], dict]:
+def finished(trial:Trial, runs:list[tuple[float, int]]) -> Runs:
   """The runs of a trial at each (rate, seed).  Those whose settings are all in the ledger come from there, whatever
   commit made them: after a change of the model, LEDGER=FILE starts another.  The others are trained now and added."""
-  wanted = {json.dumps(settings_of(trial, *run)): run for run in runs}
+  keys = {run: json.dumps(settings_of(trial, *run)) for run in runs}
   lines = LEDGER.read_text().splitlines() if LEDGER.exists() else []
   records = {json.dumps(record["settings"]): record for record in map(json.loads, lines)}
-  known = {run: records[key] for key, run in wanted.items() if key in records}
-  missing = [run for run in runs if run not in known] if TRAIN else []
-  for run, record in zip(missing, trained(trial, missing)):
-    known[run] = {"settings": settings_of(trial, *run), "preset": trial.preset, "commit": commit(),
-                  "device": Device.DEFAULT, "python": platform.python_version(), **record}
+  missing = [run for run in runs if keys[run] not in records] if TRAIN else []
+  for run, result in zip(missing, trained(trial, missing)):
+    record = {"settings": settings_of(trial, *run), "preset": trial.preset, "commit": commit(),
+              "device": Device.DEFAULT, "python": platform.python_version(), **result}
     LEDGER.parent.mkdir(parents=True, exist_ok=True)
-    with LEDGER.open("a") as f: f.write(json.dumps(known[run]) + "\n")
-  return known
+    with LEDGER.open("a") as f: f.write(json.dumps(record) + "\n")
+    records[keys[run]] = record
+  return {run: records[key] for run, key in keys.items() if key in records}
 
-def best_rate(trial:Trial, runs:dict[tuple[float, int], dict]) -> float:
+def best_rate(trial:Trial, runs:Runs) -> float:
   """The rate at which the first seed has the highest first score, or the fewest bits of text.  The middle one, before
   anything is known."""
   def merit(rate):
@@ -520,7 +504,7 @@ def best_rate(trial:Trial, runs:dict[tuple[float, int], dict]) -> float:
   tried = [rate for rate, seed in runs if seed == trial.seeds[0]]
   return max(tried, key=merit, default=trial.rates[len(trial.rates) // 2])
 
-def further_rates(trial:Trial, runs:dict[tuple[float, int], dict]) -> list[float]:
+def further_rates(trial:Trial, runs:Runs) -> list[float]:
   """The next rate of the grid, where the best one so far is at its end.  A solved task needs none."""
   rates, best = sorted({rate for rate, _ in runs}), best_rate(trial, runs)
   if len(rates) < 2 or trial.task and runs[best, trial.seeds[0]]["scores"][0] >= train.SOLVED: return []
@@ -528,56 +512,57 @@ def further_rates(trial:Trial, runs:dict[tuple[float, int], dict]) -> list[float
 
 @contextlib.contextmanager
 def workers(jobs:int) -> Iterator[Callable]:
-  """A function like `map`.  On a CPU it takes a process for each core that this process may use."""
+  """A function like `map`.  On a CPU it takes a process for each core."""
   count = min(jobs, kernels.ALL_CORES) if kernels.on_cpu(Device.DEFAULT) else 1
   if count == 1: yield map
   else:
     os.environ.update(NUM_CPU_THREADS="1", PARALLEL="0")   # of the processes: this one has read its own already
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool: yield pool.map
 
-def all_trained(trials:list[Trial]) -> list[dict[tuple[float, int], dict]]:
-  """For each trial its runs, by rate and seed.  The first seed takes the middle rate, then the others; where the best
-  rate is at an end of the grid, the grid grows, three times at most.  The other seeds take the best rate.  Every stage
-  ends for all trials before the next one begins, so that an unfinished table has the same runs in every row."""
-  all_runs: list[dict] = [{} for _ in trials]
+def plan(trial:Trial, runs:Runs) -> Iterator[list[tuple[float, int]]]:
+  """Stages of a trial: what to run next, given the finished runs.  The first seed takes the middle rate, then the
+  others; where the best rate is at an end of the grid, the grid grows, three times at most.  The other seeds take the
+  best rate."""
+  first = trial.seeds[0]
+  yield [(best_rate(trial, runs), first)]
+  yield [(rate, first) for rate in trial.rates]
+  for _ in range(3): yield [(rate, first) for rate in further_rates(trial, runs)]
+  yield [(best_rate(trial, runs), seed) for seed in trial.seeds]
+
+def all_trained(trials:list[Trial]) -> list[Runs]:
+  """For each trial its runs.  Every stage of `plan` ends for all trials before the next one begins, so that an
+  unfinished table has the same runs in every row."""
+  all_runs: list[Runs] = [{} for _ in trials]
   with workers(len(trials)) as parallel:
-    def stage(asked:Callable) -> None:
-      pairs = [asked(trial, runs) for trial, runs in zip(trials, all_runs)]
-      for runs, more in zip(all_runs, parallel(finished, trials, pairs)): runs |= more
-    stage(lambda trial, runs: [(best_rate(trial, {}), trial.seeds[0])])
-    stage(lambda trial, runs: [(rate, trial.seeds[0]) for rate in trial.rates])
-    for _ in range(3): stage(lambda trial, runs: [(rate, trial.seeds[0]) for rate in further_rates(trial, runs)])
-    stage(lambda trial, runs: [(best_rate(trial, runs), seed) for seed in trial.seeds])
+    for stage in zip(*map(plan, trials, all_runs)):
+      for runs, more in zip(all_runs, parallel(finished, trials, stage)): runs |= more
   return all_runs
 
-class Result(NamedTuple):
-  """What a trial gave at its best rate."""
-  scores: np.ndarray          # (seeds, scores)
-  records: list[dict]         # what the ledger has of the seeds
+def scores_of(records:list[dict]) -> np.ndarray: return np.array([record["scores"] for record in records])
 
-def compare(title:str, trials:dict, headings:list[str]) -> dict[Any, Result]:
+def compare(title:str, trials:dict, headings:list[str]) -> dict[Any, list[dict]]:
   """Trains every trial, all on the same source, and prints a row for each: its key; M, the numbers in a block's
-  memories; what training took, minutes of processor time for the runs at all rates; its scores under `headings`."""
-  trial = next(iter(trials.values()))
+  memories; what training took, minutes of processor time for the runs at all rates; its scores under `headings`.
+  Returns what the ledger has of the seeds at the best rate."""
+  trial, *_ = trials.values()
   source = trial.task or f"Python source, sequences of {trial.length}"
   print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {trial.rates}, seeds {trial.seeds}")
   row = table({"model": "<30s", "M": ">7d", "parameters": ">12,d", "rate": ">8.4f", "tried": ">7d", "seeds": ">7d",
                "steps": ">7d", "TFLOP": ">8.2f", "ms/step": ">9.1f", "minutes": ">9.1f"}
               | dict.fromkeys(headings, ">17s"))
-  results, commits = dict[Any, Result](), set[str]()
+  results, used = dict[Any, list[dict]](), list[dict]()
   for (key, trial), runs in zip(trials.items(), all_trained(list(trials.values()))):
     if not runs: continue                                # TRAIN=0
     cfg, name = config(trial), key if isinstance(key, str) else ", ".join(map(str, key))
     M = sum(map(math.prod, atlas.memory_shapes(cfg).values())) if cfg.mixer != "attention" else 0
     rate, tried = best_rate(trial, runs), len({rate for rate, _ in runs})
-    records = [runs[rate, seed] for seed in trial.seeds if (rate, seed) in runs]
-    first, scores = records[0], np.array([record["scores"] for record in records])
-    tflop, minutes = first["gflop"] * first["steps"] / 1e3, sum(record["minutes"] for record in runs.values())
-    row(name, M, first["parameters"], rate, tried, len(records), first["steps"], tflop, first["seconds"] * 1e3, minutes,
-        *map(spread, scores.T))
-    results[key] = Result(scores, records)
-    commits |= {record["commit"] for record in runs.values()}
-  print(f"commits {', '.join(sorted(commits))}")
+    records = results[key] = [runs[rate, seed] for seed in trial.seeds if (rate, seed) in runs]
+    first, minutes = records[0], sum(record["minutes"] for record in runs.values())
+    row(name, M, first["parameters"], rate, tried, len(records), first["steps"], first["gflop"] * first["steps"] / 1e3,
+        first["seconds"] * 1e3, minutes, *map(spread, scores_of(records).T))
+    used += runs.values()
+  commits = ", ".join(sorted({record["commit"] for record in used}))
+  print(f"{sum(record['minutes'] for record in used):.0f} core-minutes, commits {commits or 'of no finished run'}")
   return results
 
 # *** experiments that train ***
@@ -608,23 +593,21 @@ def models(trial:Trial, *presets:str) -> dict[str, Trial]:
 
 BITS = ["bits per byte"] + [f"quarter {n} of 4x" for n in (1, 2, 3, 4)]
 
-def text(trial:Trial=TEXT) -> dict:
+def text() -> None:
   """Models on text, at equal parameters, data and steps."""
-  trials = models(trial, "omeganet", "swla", "atlas", "deltanet", "transformer++", "titans", "gated_deltanet",
+  trials = models(TEXT, "omeganet", "swla", "atlas", "deltanet", "transformer++", "titans", "gated_deltanet",
                   "linear_attention", "atlas_mag", "atlas_mal", "atlas++")
-  results = compare("text", trials, BITS)
   panels:dict[str, dict] = {"bytes read": {}, "seconds on one core": {}}
-  for name, z in results.items():
-    curves = np.array([record["curve"] for record in z.records])           # (seeds, points, step or bits)
-    for panel, scale in zip(panels.values(), (trial.batch * trial.length, z.records[0]["seconds"])):
+  for name, records in compare("text", trials, BITS).items():
+    curves = np.array([record["curve"] for record in records])             # (seeds, points, step or bits)
+    for panel, scale in zip(panels.values(), (TEXT.batch * TEXT.length, records[0]["seconds"])):
       panel[name] = curves[0, :, 0] * scale, curves[..., 1]
   picture("text.png", "bits per byte", panels, log=False)
-  return results
 
-def longer() -> dict:
+def longer() -> None:
   """Ten million bytes at twice the length, one seed, one rate."""
   trial = TEXT._replace(steps=2450, length=512, rates=(0.008,), seeds=(0,))
-  return compare("text", models(trial, "swla", "omeganet", "atlas", "gated_deltanet"), BITS)
+  compare("text", models(trial, "swla", "omeganet", "atlas", "gated_deltanet"), BITS)
 
 def ablation() -> None:
   """The paper's Table 6, and what bounds Muon: atlas without each of its parts, or with another Muon."""
@@ -633,47 +616,45 @@ def ablation() -> None:
     "momentum, no Muon": dict(optimizer="gd"), "linear memory": dict(memory="linear"), "window 1": dict(window=1),
     "no poly": dict(features="identity"), "gated (atlas++)": dict(memory="gated"),
     "Muon at every token": dict(muon_every=1), "Newton-Schulz steps 2": dict(ns_steps=2)}
-  changes |= {name: dict(optimizer=name) for name in MUON}
+  changes |= {name: dict(optimizer=name) for name in STEPS_OF_TRIALS}
   for trial, headings in ((TEXT, BITS), (EASIER, ["share right"])):
     trials = {name: model(trial, "atlas", **fields) for name, fields in changes.items()}
     trials["theta starts at 0.5"] = trial._replace(theta=0.5)
     compare("atlas without its parts", trials | {"MAG": model(trial, "atlas_mag"), "MAL": model(trial, "atlas_mal")},
             headings)
 
-def window() -> dict:
+def window() -> None:
   """The paper's Figure 5: OmegaNet with windows of 1 to 16 tokens.  With 4 numbers for each of 32 keys, no training can
   keep them from resembling each other."""
   alike = RECALL._replace(preset="omeganet", fields=SMALL | dict(key_dim=4, value_dim=4))
   trials = {}
   for features, width in itertools.product(("poly", "identity"), (1, 2, 4, 8, 16)):
     trials[features, f"window {width}"] = model(alike, "omeganet", features=features, window=width)
-  return compare("keys that resemble each other, share right", trials, ["share right"])
+  compare("keys that resemble each other, share right", trials, ["share right"])
 
-def mqar(trial:Trial=RECALL, sized:tuple=("atlas", "swla", "deltanet"), sizes:tuple=(4, 16),
-         folder:str="assets") -> dict:
+def mqar() -> None:
   """The paper's Figure 7: multi-query associative recall.  First all models at one size of keys and values, scored with
   fewer pairs too; then some of them with smaller and larger memories, each at its best rate."""
-  most, usual = data.task(trial.task).settings["pairs"], trial.fields["key_dim"]
-  counts = [most] + [most * n // 8 for n in (6, 4, 2, 1)]
-  headings, trial = [f"{n} pairs" for n in counts], trial._replace(variants=tuple({"pairs": n} for n in counts))
+  counts = 32, 24, 16, 8, 4
+  headings, trial = [f"{n} pairs" for n in counts], RECALL._replace(variants=tuple({"pairs": n} for n in counts))
   trials:dict[Any, Trial] = models(trial, "atlas", "omeganet", "swla", "titans", "deltanet", "linear_attention",
                                    "transformer++")
-  for name, conv in (("2 blocks", 0), ("conv, 2 blocks", 4)):
-    trials[f"transformer++, {name}"] = model(trial, "transformer++", layers=2, conv=conv)
+  trials["transformer++, 2 blocks"] = model(trial, "transformer++", layers=2)
+  trials["transformer++, conv, 2 blocks"] = model(trial, "transformer++", layers=2, conv=4)
   results = compare("MQAR, share right", trials, headings)
-  by_count = {name: (counts, z.scores) for name, z in results.items()}
-  trials = {}
-  for name in [name for name in sized if name in results]:
-    at_best = trial._replace(preset=name, rates=(results[name].records[0]["settings"]["rate"],))
-    for d in sizes: trials[name, d] = at_best._replace(fields=trial.fields | dict(key_dim=d, value_dim=d))
-  results |= compare("smaller and larger memories, each at its best rate", trials, headings)
-  by_size, ticks = {}, sorted((*sizes, usual))
+  by_count = {name: (counts, scores_of(records)) for name, records in results.items()}
+  sized, trials = [name for name in ("atlas", "swla", "deltanet") if name in results], {}
+  for name, d in itertools.product(sized, (4, 16)):
+    at_best = trial._replace(preset=name, rates=(results[name][0]["settings"]["rate"],))
+    trials[name, d] = at_best._replace(fields=SMALL | dict(key_dim=d, value_dim=d))
+  results |= {(name, 8): results[name] for name in sized}
+  if trials: results |= compare("smaller and larger memories, each at its best rate", trials, headings)
+  by_size = {}
   for name in sized:
-    of_name = [results.get(name if d == usual else (name, d)) for d in ticks]
-    if all(of_name): by_size[name] = ticks, np.stack([z.scores[:, 0] for z in of_name if z], axis=1)
-  panels = {f"pairs (trained with {most})": by_count, f"size of keys and values, {most} pairs": by_size}
+    of_name = [scores_of(results[name, d])[:, 0] for d in (4, 8, 16) if (name, d) in results]
+    if len(of_name) == 3: by_size[name] = (4, 8, 16), np.stack(of_name, axis=1)
+  panels = {f"pairs (trained with {counts[0]})": by_count, f"size of keys and values, {counts[0]} pairs": by_size}
   picture("mqar.png", "queries answered", panels)
-  return results
 
 def official() -> None:
   """MQAR at the sizes of Zoology, one seed and one rate, as a check of speed."""
@@ -687,10 +668,10 @@ def mad() -> None:
     trial = Trial("atlas", {}, task, 800, 16, rates=(0.004, 0.008), shares=("micro", "macro"))
     compare("MAD", models(trial, "atlas", "omeganet", "titans", "deltanet", "swla"), ["micro", "macro"])
 
-def needles(trial:Trial, *presets:str) -> dict:
+def needles(trial:Trial, *presets:str) -> None:
   """Models whose answers to a task in bytes are scored at the trained length and beyond."""
   lengths = [str((data.task(trial.task).settings | variant)["length"]) for variant in trial.variants]
-  return compare("share of answers right", models(trial, *presets), lengths)
+  compare("share of answers right", models(trial, *presets), lengths)
 
 def niah() -> None:
   """The paper's Table 3: a needle in a haystack, asked at up to 16 times the trained length."""
@@ -699,10 +680,10 @@ def niah() -> None:
     needles(NEEDLE._replace(task=task, variants=tuple(data.task(task).variants())),
             "atlas", "omeganet", "titans", "deltanet", "gated_deltanet", "transformer++")
 
-def stories() -> dict:
+def stories() -> None:
   """The paper's Figure 6 (BABILong): where somebody is, asked at up to 64 times the trained length."""
   variants = tuple({"length": 512 * n} for n in (1, 4, 16, 64))
-  return needles(STORY._replace(variants=variants), "atlas", "titans_mac", "omeganet", "transformer++")
+  needles(STORY._replace(variants=variants), "atlas", "titans_mac", "omeganet", "transformer++")
 
 # *** streams far longer than the trained ones ***
 
@@ -724,7 +705,7 @@ def recovery(params:dict, cfg:atlas.Config, text:data.Text, tokens:int=16_384) -
   scores = evaluate.likelihoods(params, cfg, rows, 1 if atlas.growing(cfg) else len(streams))
   return np.array([-nats for nats, _ in scores]) / len(scored) / math.log(2)
 
-def streams() -> dict:
+def streams() -> None:
   """Models that were trained on short sequences read text after a long stream of something else."""
   trial = Trial("atlas", dict(dim=32, layers=1, heads=2), measure=recovery)
   presets = [name for name in atlas.PRESETS if not name.endswith(("mag", "mal", "mac"))]
@@ -732,7 +713,7 @@ def streams() -> dict:
   for name in ("linear_attention", "deltanet", "ttt"):
     trials[f"{name}, no horizon"] = trial._replace(preset=name, fields=trial.fields | dict(horizon=1 << 20))
   headings = ["nothing before", "one byte", "a pattern", "noise", "in turn", "text"]
-  return compare("streams, bits per byte of text", trials, headings)
+  compare("streams, bits per byte of text", trials, headings)
 
 EXPERIMENTS: dict[str, Callable[[], Any]] = {experiment.__name__: experiment for experiment in (
   speed, expansion, recall, learnability, capacity, heatmap, text, longer, ablation, window, mqar, official, mad,
