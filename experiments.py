@@ -4,7 +4,7 @@ speed, expansion, recall, learnability, capacity and heatmap measure the memory 
 The others train models, in a process for each core.  Finished runs are kept in runs/results.jsonl, or LEDGER=FILE: a
 command that was stopped goes on from there, and TRAIN=0 prints what there is."""
 from __future__ import annotations
-import contextlib, dataclasses, functools, gc, itertools, json, math, multiprocessing, os, platform, re, shlex
+import bisect, contextlib, dataclasses, functools, gc, itertools, json, math, multiprocessing, os, platform, re, shlex
 import subprocess, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -42,11 +42,14 @@ def table(columns:dict[str, str]) -> Callable[..., None]:
   print("".join(f"{name:{re.findall('[<>][0-9]+', form)[0]}}" for name, form in columns.items()), flush=True)
   return row
 
-def picture(path:Path, label:str, panels:dict[str, Any], log:bool=True, colors:int=10) -> None:
-  """Draws panels in a row.  label: of the y axis.  panels: title, which names the x axis -> an image of values from 0
-  to 1, or curves {name: (x, y (seeds, len(x)))}.  After `colors` curves, the colors repeat in another line style."""
+def picture(file:str, label:str, panels:dict[str, Any], log:bool=True, colors:int=10) -> None:
+  """Draws panels in a row into assets/.  label: of the y axis.  panels: title, which names the x axis -> an image of
+  values from 0 to 1, or curves {name: (x, y (seeds, len(x)))}.  After `colors` curves, the colors repeat in another
+  line style."""
   try: import matplotlib.pyplot as plt
   except ImportError: return print("for the picture: pip install '.[plot]'")
+  panels = {title: panel for title, panel in panels.items() if len(panel)}
+  if not panels: return
   size = 2 + 3 * len(panels), 3.6
   figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
   axes[0, 0].set_ylabel(label)
@@ -57,42 +60,32 @@ def picture(path:Path, label:str, panels:dict[str, Any], log:bool=True, colors:i
       figure.colorbar(axis.imshow(panel, vmin=0, vmax=1, cmap=shades), ax=axis)
       continue
     for i, (name, (x, y)) in enumerate(panel.items()):
-      style = dict(color=f"C{i % colors}", linestyle=("-", "--", ":")[i // colors], marker=".")
-      axis.errorbar(x, y.mean(0), y.std(0), label=name, **style)
+      style = ("-", "--", ":")[i // colors]
+      axis.errorbar(x, y.mean(0), y.std(0), label=name, color=f"C{i % colors}", linestyle=style, marker=".")
     if log: axis.set(xscale="log", xticks=x, xticklabels=x)
     axis.minorticks_off()
   figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, frameon=False, loc="outside right upper")
-  path.parent.mkdir(parents=True, exist_ok=True)
+  path = Path("assets", file)
+  path.parent.mkdir(exist_ok=True)
   figure.savefig(path, dpi=110)
   print(f"written to {path}")
 
 # *** speed of the memory, and what features=exp costs ***
 
-class Layer(NamedTuple):
-  """A memory and the sequences that it reads."""
-  rule: dict                  # settings of atlas.Config
-  heads: int
-  d: int                      # size of keys and values
-  hidden: int
-  batch: int
-  length: int
-  ops: bool                   # whether to measure stock operations too: larger ones compile slowly
-
-LAYERS = {
-  "mlp, window 9, momentum": Layer(dict(window=9, chunk=64), 4, 32, 128, 4, 512, True),
-  "atlas, heads of 16": Layer(dict(features="poly", window=4, chunk=32, optimizer="muon"), 4, 16, 32, 2, 128, True),
-  "titans, dim 256": Layer(dict(window=1, chunk=64), 4, 64, 256, 4, 2048, False),
-  "omega 16 with Muon": Layer(dict(window=16, chunk=64, optimizer="muon"), 4, 64, 256, 1, 512, False),
+SIZES = dict(key_dim=64, value_dim=64, expand=4, chunk=64)
+LAYERS = {                                               # the memory of a preset, and the sequences that it reads
+  "mlp, window 9, momentum": (atlas.preset("titans", **SIZES | dict(key_dim=32, value_dim=32, window=9)), 4, 512),
+  "atlas, heads of 16": (atlas.preset("atlas", expand=2, muon_every=1), 2, 128),
+  "titans, dim 256": (atlas.preset("titans", **SIZES), 4, 2048),
+  "omega 16 with Muon": (atlas.preset("titans", **SIZES, window=16, optimizer="muon", muon_every=1), 1, 512),
 }
 
-def layer_step(layer:Layer, backend:str) -> tuple[Callable, list[Tensor]]:
+def layer_step(cfg:atlas.Config, B:int, T:int) -> tuple[Callable, list[Tensor]]:
   """A jitted forward and backward pass of kernels.memory, inputs -> (y, *their gradients); and random inputs."""
-  B, H, T, d = layer.batch, layer.heads, layer.length, layer.d
-  fields: dict = dict(memory="mlp", forget=True, momentum=True, expand=layer.hidden // d, backend=backend) | layer.rule
-  cfg, rng = atlas.Config(heads=H, key_dim=d, value_dim=d, **fields), np.random.default_rng(0)
+  rng, H = np.random.default_rng(0), cfg.heads
   weights = {name: rng.normal(size=shape) * shape[-1] ** -0.5 for name, shape in atlas.memory_shapes(cfg).items()}
   if cfg.features == "poly": weights["a"] = rng.uniform(0.5, 1, 3)
-  q, k, v = unit(rng, 3, B, H, T, d)
+  q, k, v = unit(rng, 3, B, H, T, cfg.key_dim)
   gates = [rng.uniform(low, high, (B, H, T)) for low, high in ((0.97, 1), (0.8, 0.95), (0, 0.01))]
   gates.append(rng.uniform(0, 1 / cfg.window, (B, H, T, cfg.window)))
   @TinyJit
@@ -103,41 +96,58 @@ def layer_step(layer:Layer, backend:str) -> tuple[Callable, list[Tensor]]:
     return results
   return step, [tensor(x) for x in (*weights.values(), q, k, v, *gates)]
 
-COSTS = {"layer": "<26s", "form": "<6s", "first s": ">9.1f", "ms": ">9.1f", "tokens/s": ">10.0f", "GFLOP": ">8.2f",
-         "GFLOP/s": ">9.1f", "kernels": ">9d", "MB": ">9.1f"}
+NUMPY = """import numpy, timeit
+x = numpy.ones((1024, 1024), numpy.float32)
+print(2 * 1024 ** 3 / 1e9 / min(timeit.repeat(lambda: x @ x, number=1, repeat=30)))"""
 
-def cost(row:Callable, name:str, layer:Layer, form:str) -> tuple[float, list]:
-  """Prints what a layer's memory costs; returns tokens/s and its results.  first s: the pass that compiles.  ms: the
-  median of 7 passes after compilation.  MB: all buffers of a captured pass, with its inputs and results."""
-  gc.collect()                                           # frees the buffers of the layer before
-  before, times = GlobalCounters.mem_used, []
-  step, inputs = layer_step(layer, form)
-  for _ in range(10):
-    GlobalCounters.reset()
-    start = time.perf_counter()
-    results = step(*inputs)
-    Device[Device.DEFAULT].synchronize()
-    times.append(time.perf_counter() - start)
-  seconds, gflop = float(np.median(times[3:])), GlobalCounters.global_ops / 1e9
-  speed, megabytes = layer.batch * layer.length / seconds, (GlobalCounters.mem_used - before) / 1e6
-  row(name, form, times[0], seconds * 1e3, speed, gflop, gflop / seconds, GlobalCounters.kernel_count, megabytes)
-  return speed, [x.numpy() for x in results]
+def numpy_speed() -> float:
+  """GFLOP/s of numpy's product with as many threads as kernels have, which numpy reads when it is imported."""
+  threads = str(kernels.NUM_CPU_THREADS.value)
+  names = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
+  environment = os.environ | dict.fromkeys(names, threads)
+  speed = float(subprocess.check_output([sys.executable, "-c", NUMPY], env=environment))
+  print(f"numpy's product of 1,024 x 1,024 numbers on {threads} cores: {speed:.0f} GFLOP/s")
+  return speed
+
+def cost_table() -> Callable[..., tuple[float, list]]:
+  """Prints the headings of a table.  Returns a function that prints what a memory costs, and returns tokens/s and the
+  results.  first s: the pass that compiles.  ms: the median of 7 passes after compilation.  of numpy: GFLOP/s in units
+  of numpy's.  MB: all buffers of a captured pass, with its inputs and results."""
+  fastest = numpy_speed()
+  row = table({"layer": "<26s", "form": "<6s", "first s": ">9.1f", "ms": ">9.1f", "tokens/s": ">10.0f",
+               "GFLOP": ">8.2f", "GFLOP/s": ">9.1f", "of numpy": ">10.2f", "kernels": ">9d", "MB": ">9.1f"})
+  def cost(name:str, cfg:atlas.Config, B:int, T:int) -> tuple[float, list]:
+    gc.collect()                                         # frees the buffers of the layer before
+    before, times = GlobalCounters.mem_used, []
+    step, inputs = layer_step(cfg, B, T)
+    for _ in range(10):
+      GlobalCounters.reset()
+      start = time.perf_counter()
+      results = step(*inputs)
+      Device[Device.DEFAULT].synchronize()
+      times.append(time.perf_counter() - start)
+    seconds, gflop = float(np.median(times[3:])), GlobalCounters.global_ops / 1e9
+    speed, megabytes = B * T / seconds, (GlobalCounters.mem_used - before) / 1e6
+    row(name, cfg.backend, times[0], seconds * 1e3, speed, gflop, gflop / seconds, gflop / seconds / fastest,
+        GlobalCounters.kernel_count, megabytes)
+    return speed, [x.numpy() for x in results]
+  return cost
 
 def speed() -> None:
-  """The memory of each layer in one kernel, and some in stock operations."""
-  row = table(COSTS)
-  for name, layer in LAYERS.items():
-    fast, fused = cost(row, name, layer, "fused")
-    if not layer.ops: continue
-    slow, ops = cost(row, name, layer, "ops")
+  """The memory of each layer in one kernel.  Those with small keys in stock operations too: others compile slowly."""
+  cost = cost_table()
+  for name, (cfg, *sizes) in LAYERS.items():
+    fast, fused = cost(name, dataclasses.replace(cfg, backend="fused"), *sizes)
+    if cfg.key_dim > 32: continue
+    slow, ops = cost(name, dataclasses.replace(cfg, backend="ops"), *sizes)
     error = max(np.linalg.norm(x - z) / np.linalg.norm(z) for x, z in zip(fused, ops))
     print(f"{'':26s}fused is {fast / slow:.1f} times as fast; "
           f"largest relative difference of outputs and gradients {error:.1e}", flush=True)
 
-def expansion(lengths:tuple=(128, 256, 512, 1024)) -> None:
+def expansion() -> None:
   """What features=exp costs against the length of the sequence, with the rule of the preset `dot`."""
-  row, rule = table(COSTS), dict(features="exp", window=4, chunk=32, forget=False, momentum=False)
-  for T in lengths: cost(row, f"exp, {T} tokens", Layer(rule, 4, 16, 16, 2, T, True), "ops")
+  cost = cost_table()
+  for T in (128, 256, 512, 1024): cost(f"exp, {T} tokens", atlas.preset("dot", backend="ops"), 2, T)
 
 # *** recall without training ***
 
@@ -150,16 +160,9 @@ RULES: dict[str, dict] = {
 KINDS = ("independent", "correlated", "overwritten")
 STEPS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
-class Pairs(NamedTuple):
-  """Streams of keys and values, and the N pairs that a memory should recall at their end."""
-  keys: np.ndarray            # (streams,T,d)
-  values: np.ndarray          # (streams,T,d)
-  writes: np.ndarray          # (streams,T), whether the token is a pair: otherwise it is padding
-  queries: np.ndarray         # (streams,N,d)
-  targets: np.ndarray         # (streams,N,d)
-
-def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:int) -> Pairs:
-  """N pairs of unit vectors in each of `trials` streams of T tokens.  correlated: all keys share a component, and
+def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:int) -> list[np.ndarray]:
+  """N pairs of unit vectors in each of `trials` streams: keys and values (trials,T,d), which are zero after the last
+  pair; and what should be recalled for the first N keys (trials,N,d).  correlated: all keys share a component, and
   cosines are about 1/2.  overwritten: half of the keys get a second value, which is the one to recall."""
   shared = rng.normal(size=(trials, 1, d)) if kind == "correlated" else 0.0
   keys = unit(rng, trials, N, d, shared=shared)
@@ -167,67 +170,50 @@ def recall_pairs(rng:np.random.Generator, kind:str, trials:int, N:int, d:int, T:
   again = N // 2 if kind == "overwritten" else 0
   newer = unit(rng, trials, again, d)
   padding = np.zeros((trials, T - N - again, d))
-  return Pairs(keys=np.concatenate([keys, keys[:, :again], padding], axis=1),
-               values=np.concatenate([values, newer, padding], axis=1),
-               writes=np.tile(np.arange(T) < N + again, (trials, 1)),
-               queries=keys,
-               targets=np.concatenate([newer, values[:, again:]], axis=1))
+  parts = [keys, keys[:, :again], padding], [values, newer, padding], [newer, values[:, again:]]
+  return [np.concatenate(part, axis=1) for part in parts]
 
-def empty_memory(cfg:atlas.Config, B:int) -> tuple[dict, dict]:
-  """Weights and state of a memory that has stored nothing.  Of the polynomial features the quadratic ones count."""
+def answers(fields:dict, k:np.ndarray, v:np.ndarray, q:np.ndarray, eta:np.ndarray, alpha:Any=1.0) -> np.ndarray:
+  """What linear memories, empty at first, recall for q (B,H,N,d) after they have read k, v (B,H,T,d) in steps of eta
+  (B,H,T).  Of the polynomial features the quadratic ones count."""
+  _, H, _, d = k.shape
+  cfg = atlas.Config(memory="linear", chunk=1, heads=H, key_dim=d, value_dim=d, anchors=0, **fields)
   weights = {name: Tensor.zeros(*shape).contiguous() for name, shape in atlas.memory_shapes(cfg).items()}
   if cfg.features == "poly": weights["a"] = Tensor([0.0, 0.0, 1.0])
-  state = kernels.initial_state(cfg, weights, B, cfg.key_dim)
-  return weights, {name: z.clone() for name, z in state.items()}           # the inputs of a jit share no buffer
+  ones = np.ones_like(eta)
+  gates = tensor(ones * alpha), tensor(ones), tensor(eta), tensor(np.ones((*eta.shape, cfg.window)))
+  _, state = kernels.memory(cfg, weights, tensor(k), tensor(k), tensor(v), *gates)
+  return kernels.recall(cfg, weights, state, tensor(q)).numpy()
 
 def recalled(fields:dict, sizes:tuple, trials:int, seeds:int, d:int=16) -> np.ndarray:
   """The share of hits (kinds, sizes, seeds) after every pair was written once: keys for which the memory's output is
   nearest to the right value.  One more seed chooses the step size.  Batch: step sizes; heads: (seeds, trials)."""
-  H, exp = trials * (1 + seeds), fields["features"] == "exp"
-  cfg = atlas.Config(memory="linear", chunk=1, heads=H, key_dim=d, value_dim=d, anchors=0, **fields)
-  length = 2.0 if exp else 1.0                           # of keys: exp(4 cos), as sharp as a trained model's may become
-  largest = math.exp(length ** 2) if exp else 1.0        # phi(k).phi(k), over which the step is taken
-  T = -(-3 * max(sizes) // 16) * 8                       # room for what is written, in whole calls of 8 tokens
-  call = T if exp else 8                                 # exp in one call: a jit cannot hold a state that grows
-  weights, empty = empty_memory(cfg, len(STEPS))
-  @TinyJit
-  def read(state, q, k, v, alpha, theta, eta, gamma):
-    return kernels.memory(cfg, weights, q, k, v, alpha, theta, eta, gamma, state or None)[1]
-  hits = []
-  for kind in KINDS:
-    for N in sizes:
-      drawn = [recall_pairs(np.random.default_rng([seed, N]), kind, trials, N, d, T) for seed in range(1 + seeds)]
-      pairs = Pairs(*map(np.concatenate, zip(*drawn)))
-      def batch(x): return np.stack([x] * len(STEPS))
-      keys, ones = batch(pairs.keys), np.ones((len(STEPS), H, T))
-      eta = ones * pairs.writes * np.reshape(STEPS, (-1, 1, 1)) / largest
-      inputs = keys, keys * length, batch(pairs.values), ones, ones, eta, np.ones((*ones.shape, cfg.window))
-      read.reset()                                       # an initial state and a later one are laid out differently
-      state = {} if exp else {name: z.clone().realize() for name, z in empty.items()}
-      for t in range(0, T, call): state = read(state, *[tensor(x[:, :, t:t + call]) for x in inputs])
-      outputs = kernels.recall(cfg, weights, state, tensor(batch(pairs.queries * length))).numpy()
-      nearest = (outputs @ pairs.targets.swapaxes(-1, -2)).argmax(-1)      # all values have length 1
-      hits.append((nearest == np.arange(N)).reshape(len(STEPS), 1 + seeds, -1).mean(-1))
+  steps, T, hits = np.reshape(STEPS, (-1, 1, 1)), 3 * max(sizes) // 2, []
+  length = 2.0 if fields["features"] == "exp" else 1.0   # of keys: exp(4 cos), as sharp as a trained model's may become
+  largest = math.exp(4.0) if fields["features"] == "exp" else 1.0          # phi(k).phi(k), over which a step is taken
+  for kind, N in itertools.product(KINDS, sizes):
+    drawn = [recall_pairs(np.random.default_rng([seed, N]), kind, trials, N, d, T) for seed in range(1 + seeds)]
+    k, v, targets = [np.stack([np.concatenate(x)] * len(STEPS)) for x in zip(*drawn)]
+    eta = steps * v.any(-1) / largest                    # a token of padding takes no step
+    outputs = answers(fields, k * length, v, k[:, :, :N] * length, eta)
+    nearest = (outputs @ targets.swapaxes(-1, -2)).argmax(-1)              # all values have length 1
+    hits.append((nearest == np.arange(N)).reshape(len(STEPS), 1 + seeds, -1).mean(-1))
   results = np.stack(hits)
   return at_best_rate(results, results[..., 0])[0].reshape(len(KINDS), len(sizes), seeds)
 
-def recall(sizes:tuple=(8, 16, 32, 64), trials:int=4, seeds:int=3, rules:tuple=tuple(RULES),
-           folder:str="assets") -> dict:
+def recall(sizes:tuple=(8, 16, 32, 64), trials:int=4, seeds:int=3, rules:tuple=tuple(RULES)) -> dict:
   """Prints and draws the share of hits against the number of pairs, keys of 16: mean over seeds, and their spread at
   the last size but one.  Returns {(rule, features): hits (kinds, sizes, seeds)}."""
   print(f"{trials} trials for each of {seeds} seeds, and of one more that chooses the step of {STEPS}; pairs: {sizes}")
   row, results = table({"rule": "<18s", "features": "<9s"} | dict.fromkeys(KINDS, ">32s")), {}
-  for features in ("identity", "poly", "exp"):
-    for name in rules:
-      if features == "exp" and RULES[name].get("optimizer") == "muon": continue            # an expansion is no matrix
-      hits = results[name, features] = recalled(RULES[name] | {"features": features}, sizes, trials, seeds)
-      means = [" ".join(f"{x:.2f}" for x in kind.mean(-1)) for kind in hits]
-      row(name, features, *[f"{mean} (+-{kind[-2].std():.2f})" for mean, kind in zip(means, hits)])
-  panels = {}
-  for i, kind in enumerate(KINDS):
-    curves = {", ".join(key): (sizes, hits[i].T) for key, hits in results.items()}
-    panels[f"pairs written once, {kind} keys"] = curves
-  picture(Path(folder) / "recall.png", "values recalled", panels, colors=len(rules))
+  for features, name in itertools.product(("identity", "poly", "exp"), rules):
+    if features == "exp" and RULES[name].get("optimizer") == "muon": continue    # an expansion is no matrix
+    hits = results[name, features] = recalled(RULES[name] | {"features": features}, sizes, trials, seeds)
+    means = [" ".join(f"{x:.2f}" for x in kind.mean(-1)) for kind in hits]
+    row(name, features, *[f"{mean} (+-{kind[-2].std():.2f})" for mean, kind in zip(means, hits)])
+  panels = {f"pairs written once, {kind} keys": {", ".join(key): (sizes, hits[i].T) for key, hits in results.items()}
+            for i, kind in enumerate(KINDS)}
+  picture("recall.png", "values recalled", panels, colors=len(rules))
   return results
 
 # *** learnability: which mappings a memory learns while it reads ***
@@ -266,17 +252,16 @@ def mapped(rng:np.random.Generator, d:int, T:int, window:int) -> list:
   low_rank = x @ matrix(d, rank) @ matrix(rank, d)
   return [(x, low_rank), (x, mlp(x)), (x, after), (mixed, after), (x, mlp(attention(x, window)))]
 
-def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64, folder:str="assets") -> np.ndarray:
+def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64) -> np.ndarray:
   """An MLP of d-d-d-d without biases is trained online, one step of Adam a token, on |M(i_t) - o_t|^2 / |o_t|^2
   (section 6.4, Figure 6, at a quarter of its size).  Prints, draws and returns the loss before each step, (mappings,
   seeds, T).  The networks are one batch, (mappings, rates, seeds).  One more seed chooses a rate by its mean loss."""
   print(f"d {d}, {T} tokens, sliding window {window}; {seeds} seeds, and one more that chooses the rate of {RATES}")
   pairs = np.array([mapped(np.random.default_rng([seed, d]), d, T, window) for seed in range(1 + seeds)], np.float32)
   stream = pairs.transpose(3, 2, 1, 0, 4)[:, :, :, None, :, None]  # (T, input or target, mappings, 1, seeds, 1, d)
-  rng, weights = np.random.default_rng(0), []
-  for scale in (d ** -0.5, d ** -0.5, 1e-3):             # outputs start small, as some targets are: the loss is 1 at 0
-    w = rng.normal(size=(1 + seeds, d, d)) * scale
-    weights.append(tensor(np.broadcast_to(w, (len(MAPPINGS), len(RATES), *w.shape))))
+  rng, networks = np.random.default_rng(0), (len(MAPPINGS), len(RATES), 1, 1, 1)
+  scales = d ** -0.5, d ** -0.5, 1e-3                    # outputs start small, as some targets are: the loss is 1 at 0
+  weights = [tensor(np.tile(rng.normal(size=(1 + seeds, d, d)) * scale, networks)) for scale in scales]
   def loss(x, target):
     for w in weights[:-1]: x = (x @ w).gelu()
     return (x @ weights[-1] - target).square().sum((-1, -2)) / target.square().sum((-1, -2))
@@ -286,11 +271,10 @@ def learnability(d:int=64, T:int=2000, seeds:int=3, window:int=64, folder:str="a
   ends = results[..., -(T // 4):].mean(-1)
   row = table({"mapping": "<30s", "rate": ">8.0e", "mean loss of the last quarter": ">32s"})
   for name, i, end in zip(MAPPINGS, best, ends): row(name, RATES[i], spread(end))
-  print(f"low-rank is easiest: {'yes' if ends.mean(-1).argmin() == 0 else 'no'}")
   width = max(1, T // 40)
   blocks = results[..., :T // width * width].reshape(len(MAPPINGS), seeds, -1, width).mean(-1)
   curves = {name: (np.arange(y.shape[1]) * width, y) for name, y in zip(MAPPINGS, blocks)}
-  picture(Path(folder) / "learnability.png", f"loss, mean of {width} tokens", {"position": curves}, log=False)
+  picture("learnability.png", f"loss, mean of {width} tokens", {"position": curves}, log=False)
   return results
 
 # *** capacity: how many pairs a memory can hold ***
@@ -303,15 +287,11 @@ def linear_capacity(d:int, degree:int, seeds:int, threshold:float) -> list[int]:
   for seed in range(seeds):
     keys, values = unit(np.random.default_rng([seed, d, degree]), 2, most, d)
     x = kernels.phi(cfg, tensor(keys), a).numpy().astype(np.float64)
-    stored, broken = 0, most
-    while broken - stored > 1:
-      N = (stored + broken) // 2
+    def error(N):
       gram = x[:N] @ x[:N].T
       ridge = 1e-12 * np.trace(gram)                     # phi is float32: what is shorter than 1e-6 of it is rounding
-      errors = ridge * np.linalg.solve(gram + ridge * np.eye(N), values[:N])               # values - W phi(k)
-      if (errors ** 2).sum() < threshold * N: stored = N
-      else: broken = N
-    results.append(stored)
+      return np.square(ridge * np.linalg.solve(gram + ridge * np.eye(N), values[:N])).sum() / N  # values - W phi(k)
+    results.append(bisect.bisect_left(range(1, most), threshold, key=error))
   return results
 
 def deep_capacity(d:int, hidden:int, seeds:int, threshold:float, steps:int) -> list[int]:
@@ -363,31 +343,20 @@ PANELS: dict[str, tuple[dict, float, float]] = {         # settings of atlas.Con
   "quadratic, window 16, alpha 0.95": (dict(window=16, features="poly", forget=True), 0.2, 0.95),
 }
 
-def heatmap(N:int=48, draws:int=16, d:int=16, folder:str="assets") -> dict:
+def heatmap(N:int=48, draws:int=16, d:int=16) -> dict:
   """N pairs with correlated keys are written once each, in order, into linear memories (Eq. 9), a pair a token.  Prints
   and draws the errors |M_t(phi(k_n)) - v_n|^2 / |v_n|^2 after each token, mean of `draws`, (time t, pair n)."""
   print(f"{N} pairs of {d}, mean of {draws} draws")
   parts = ("pairs just read", "end: first 8", "last 16 to 9", "last 8", "all")
   row, results = table({"error of": "<34s"} | dict.fromkeys(parts, ">16.2f")), {}
   pairs = recall_pairs(np.random.default_rng(0), "correlated", draws, N, d, N)
-  k, v = tensor([pairs.keys]), tensor([pairs.values])
+  k, v, _ = [np.stack([x] * N) for x in pairs]           # a copy for every t, which reads on, but takes no step, after t
+  reads = np.ones((1, draws, 1)) * np.tri(N)[:, None]
   for name, (fields, eta, alpha) in PANELS.items():
-    cfg = atlas.Config(memory="linear", chunk=1, heads=draws, key_dim=d, value_dim=d, **fields)
-    weights, state = empty_memory(cfg, 1)
-    ones, rows = np.ones((1, draws, 1)), []
-    gates = dict(alpha=ones * alpha, theta=ones, eta=ones * eta, gamma=np.ones((*ones.shape, cfg.window)))
-    tensors: dict[str, Any] = {name: tensor(x) for name, x in gates.items()}
-    @TinyJit
-    def write(state, key, value):
-      _, state = kernels.memory(cfg, weights, key, key, value, state=state, **tensors)
-      errors = (kernels.recall(cfg, weights, state, k) - v).square().sum(-1)               # all values have length 1
-      return state, errors.mean((0, 1))
-    for t in range(N):
-      state, errors = write(state, k[:, :, t:t + 1].clone(), v[:, :, t:t + 1].clone())
-      rows.append(errors.numpy())
-    e = results[name] = np.stack(rows)
+    outputs = answers(fields, k, v, k, eta * reads, np.where(reads, alpha, 1))
+    e = results[name] = np.square(outputs - v).sum(-1).mean(1)             # all values have length 1
     row(name, *[x.mean() for x in (np.diag(e), e[-1, :8], e[-1, -16:-8], e[-1, -8:], e[-1])])
-  picture(Path(folder) / "memory.png", "pairs written, t", {f"pair n: {name}": e for name, e in results.items()})
+  picture("memory.png", "pairs written, t", {f"pair n: {name}": e for name, e in results.items()})
   return results
 
 # *** training runs, and the ledger of those that are finished ***
@@ -408,19 +377,17 @@ class Trial(NamedTuple):
   measure: Callable|None = None            # of text: (params, cfg, text) -> scores, in place of the usual ones
   theta: float = atlas.INIT.theta          # where the momentum gate starts
 
-def changed_muon(bound:float, scale:Callable) -> rule.Step:
-  """The Muon step with another bound of eta, and U times scale(rows, columns)."""
-  muon = rule.STEPS["muon"]
-  return muon._replace(bound=bound, direction=lambda S, cfg: muon.direction(S, cfg) * scale(*S.shape[-2:]))
-# Rows of rule.STEPS that only a trial has.  Public Muon gives U the root mean square 0.2, whatever its shape.
-MUON = {"Muon's bound 0.03": changed_muon(0.03, lambda o, i: 1.0),
-        "Muon's bound 0.25": changed_muon(0.25, lambda o, i: 1.0),
-        "Muon's U of RMS 0.2": changed_muon(0.1, lambda o, i: 0.2 * max(o, i) ** 0.5)}
+MUON = rule.STEPS["muon"]
+# Public Muon gives U the root mean square 0.2, whatever its shape.
+def rms_matched(S:Any, cfg:rule.Rule) -> Any: return MUON.direction(S, cfg) * (0.2 * max(S.shape[-2:]) ** 0.5)
+STEPS_OF_TRIALS = {"Muon's bound 0.03": MUON._replace(bound=0.03),         # rows of rule.STEPS that only a trial has
+                   "Muon's bound 0.25": MUON._replace(bound=0.25),
+                   "Muon's U of RMS 0.2": MUON._replace(direction=rms_matched)}
 
 def config(trial:Trial) -> atlas.Config:
   """The model's settings.  As in train.py, what is trained on lies within the horizon."""
-  if trial.fields.get("optimizer") in MUON:
-    rule.STEPS.update(MUON)
+  if trial.fields.get("optimizer") in STEPS_OF_TRIALS:
+    rule.STEPS.update(STEPS_OF_TRIALS)
     atlas.CHOICES["optimizer"] = tuple(rule.STEPS)
   task = data.task(trial.task) if trial.task else None
   length, vocab = (task.settings["length"], task.vocab) if task else (trial.length, 256)
@@ -497,6 +464,7 @@ def trained(trial:Trial, runs:list[tuple[float, int]]) -> Iterator[dict]:
            "seconds": float(np.median(times)), "parameters": atlas.parts(cfg)["total"], "minutes": (now - began) / 60}
     began = now
 
+Runs = dict[tuple[float, int], dict]                     # (rate, seed) -> what the ledger has of that run
 LEDGER = Path(getenv("LEDGER", "runs/results.jsonl"))    # a line of JSON for every finished run
 TRAIN = getenv("TRAIN", 1)                               # 0: what the ledger does not have is left out
 
@@ -513,22 +481,22 @@ def settings_of(trial:Trial, rate:float, seed:int) -> dict:
 def commit() -> str:
   return subprocess.getoutput(f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty")
 
-def finished(trial:Trial, runs:list[tuple[float, int]]) -> dict[tuple[float, int], dict]:
+def finished(trial:Trial, runs:list[tuple[float, int]]) -> Runs:
   """The runs of a trial at each (rate, seed).  Those whose settings are all in the ledger come from there, whatever
   commit made them: after a change of the model, LEDGER=FILE starts another.  The others are trained now and added."""
-  wanted = {json.dumps(settings_of(trial, *run)): run for run in runs}
+  keys = {run: json.dumps(settings_of(trial, *run)) for run in runs}
   lines = LEDGER.read_text().splitlines() if LEDGER.exists() else []
   records = {json.dumps(record["settings"]): record for record in map(json.loads, lines)}
-  known = {run: records[key] for key, run in wanted.items() if key in records}
-  missing = [run for run in runs if run not in known] if TRAIN else []
-  for run, record in zip(missing, trained(trial, missing)):
-    known[run] = {"settings": settings_of(trial, *run), "preset": trial.preset, "commit": commit(),
-                  "device": Device.DEFAULT, "python": platform.python_version(), **record}
+  missing = [run for run in runs if keys[run] not in records] if TRAIN else []
+  for run, result in zip(missing, trained(trial, missing)):
+    record = {"settings": settings_of(trial, *run), "preset": trial.preset, "commit": commit(),
+              "device": Device.DEFAULT, "python": platform.python_version(), **result}
     LEDGER.parent.mkdir(parents=True, exist_ok=True)
-    with LEDGER.open("a") as f: f.write(json.dumps(known[run]) + "\n")
-  return known
+    with LEDGER.open("a") as f: f.write(json.dumps(record) + "\n")
+    records[keys[run]] = record
+  return {run: records[key] for run, key in keys.items() if key in records}
 
-def best_rate(trial:Trial, runs:dict[tuple[float, int], dict]) -> float:
+def best_rate(trial:Trial, runs:Runs) -> float:
   """The rate at which the first seed has the highest first score, or the fewest bits of text.  The middle one, before
   anything is known."""
   def merit(rate):
@@ -537,7 +505,7 @@ def best_rate(trial:Trial, runs:dict[tuple[float, int], dict]) -> float:
   tried = [rate for rate, seed in runs if seed == trial.seeds[0]]
   return max(tried, key=merit, default=trial.rates[len(trial.rates) // 2])
 
-def further_rates(trial:Trial, runs:dict[tuple[float, int], dict]) -> list[float]:
+def further_rates(trial:Trial, runs:Runs) -> list[float]:
   """The next rate of the grid, where the best one so far is at its end.  A solved task needs none."""
   rates, best = sorted({rate for rate, _ in runs}), best_rate(trial, runs)
   if len(rates) < 2 or trial.task and runs[best, trial.seeds[0]]["scores"][0] >= train.SOLVED: return []
@@ -545,56 +513,57 @@ def further_rates(trial:Trial, runs:dict[tuple[float, int], dict]) -> list[float
 
 @contextlib.contextmanager
 def workers(jobs:int) -> Iterator[Callable]:
-  """A function like `map`.  On a CPU it takes a process for each core that this process may use."""
+  """A function like `map`.  On a CPU it takes a process for each core."""
   count = min(jobs, kernels.ALL_CORES) if kernels.on_cpu(Device.DEFAULT) else 1
   if count == 1: yield map
   else:
     os.environ.update(NUM_CPU_THREADS="1", PARALLEL="0")   # of the processes: this one has read its own already
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool: yield pool.map
 
-def all_trained(trials:list[Trial]) -> list[dict[tuple[float, int], dict]]:
-  """For each trial its runs, by rate and seed.  The first seed takes the middle rate, then the others; where the best
-  rate is at an end of the grid, the grid grows, three times at most.  The other seeds take the best rate.  Every stage
-  ends for all trials before the next one begins, so that an unfinished table has the same runs in every row."""
-  all_runs: list[dict] = [{} for _ in trials]
+def plan(trial:Trial, runs:Runs) -> Iterator[list[tuple[float, int]]]:
+  """Stages of a trial: what to run next, given the finished runs.  The first seed takes the middle rate, then the
+  others; where the best rate is at an end of the grid, the grid grows, three times at most.  The other seeds take the
+  best rate."""
+  first = trial.seeds[0]
+  yield [(best_rate(trial, runs), first)]
+  yield [(rate, first) for rate in trial.rates]
+  for _ in range(3): yield [(rate, first) for rate in further_rates(trial, runs)]
+  yield [(best_rate(trial, runs), seed) for seed in trial.seeds]
+
+def all_trained(trials:list[Trial]) -> list[Runs]:
+  """For each trial its runs.  Every stage of `plan` ends for all trials before the next one begins, so that an
+  unfinished table has the same runs in every row."""
+  all_runs: list[Runs] = [{} for _ in trials]
   with workers(len(trials)) as parallel:
-    def stage(asked:Callable) -> None:
-      pairs = [asked(trial, runs) for trial, runs in zip(trials, all_runs)]
-      for runs, more in zip(all_runs, parallel(finished, trials, pairs)): runs |= more
-    stage(lambda trial, runs: [(best_rate(trial, {}), trial.seeds[0])])
-    stage(lambda trial, runs: [(rate, trial.seeds[0]) for rate in trial.rates])
-    for _ in range(3): stage(lambda trial, runs: [(rate, trial.seeds[0]) for rate in further_rates(trial, runs)])
-    stage(lambda trial, runs: [(best_rate(trial, runs), seed) for seed in trial.seeds])
+    for stage in zip(*map(plan, trials, all_runs)):
+      for runs, more in zip(all_runs, parallel(finished, trials, stage)): runs |= more
   return all_runs
 
-class Result(NamedTuple):
-  """What a trial gave at its best rate."""
-  scores: np.ndarray          # (seeds, scores)
-  records: list[dict]         # what the ledger has of the seeds
+def scores_of(records:list[dict]) -> np.ndarray: return np.array([record["scores"] for record in records])
 
-def compare(title:str, trials:dict, headings:list[str]) -> dict[Any, Result]:
+def compare(title:str, trials:dict, headings:list[str]) -> dict[Any, list[dict]]:
   """Trains every trial, all on the same source, and prints a row for each: its key; M, the numbers in a block's
-  memories; what training took, minutes of processor time for the runs at all rates; its scores under `headings`."""
-  trial = next(iter(trials.values()))
+  memories; what training took, minutes of processor time for the runs at all rates; its scores under `headings`.
+  Returns what the ledger has of the seeds at the best rate."""
+  trial, *_ = trials.values()
   source = trial.task or f"Python source, sequences of {trial.length}"
   print(f"{title}: {source}; {trial.steps} steps of {trial.batch}, rates {trial.rates}, seeds {trial.seeds}")
   row = table({"model": "<30s", "M": ">7d", "parameters": ">12,d", "rate": ">8.4f", "tried": ">7d", "seeds": ">7d",
                "steps": ">7d", "TFLOP": ">8.2f", "ms/step": ">9.1f", "minutes": ">9.1f"}
               | dict.fromkeys(headings, ">17s"))
-  results, commits = dict[Any, Result](), set[str]()
+  results, used = dict[Any, list[dict]](), list[dict]()
   for (key, trial), runs in zip(trials.items(), all_trained(list(trials.values()))):
     if not runs: continue                                # TRAIN=0
     cfg, name = config(trial), key if isinstance(key, str) else ", ".join(map(str, key))
     M = sum(map(math.prod, atlas.memory_shapes(cfg).values())) if cfg.mixer != "attention" else 0
     rate, tried = best_rate(trial, runs), len({rate for rate, _ in runs})
-    records = [runs[rate, seed] for seed in trial.seeds if (rate, seed) in runs]
-    first, scores = records[0], np.array([record["scores"] for record in records])
-    tflop, minutes = first["gflop"] * first["steps"] / 1e3, sum(record["minutes"] for record in runs.values())
-    row(name, M, first["parameters"], rate, tried, len(records), first["steps"], tflop, first["seconds"] * 1e3, minutes,
-        *map(spread, scores.T))
-    results[key] = Result(scores, records)
-    commits |= {record["commit"] for record in runs.values()}
-  print(f"commits {', '.join(sorted(commits))}")
+    records = results[key] = [runs[rate, seed] for seed in trial.seeds if (rate, seed) in runs]
+    first, minutes = records[0], sum(record["minutes"] for record in runs.values())
+    row(name, M, first["parameters"], rate, tried, len(records), first["steps"], first["gflop"] * first["steps"] / 1e3,
+        first["seconds"] * 1e3, minutes, *map(spread, scores_of(records).T))
+    used += runs.values()
+  commits = ", ".join(sorted({record["commit"] for record in used}))
+  print(f"{sum(record['minutes'] for record in used):.0f} core-minutes, commits {commits or 'of no finished run'}")
   return results
 
 # *** experiments that train ***
@@ -625,23 +594,21 @@ def models(trial:Trial, *presets:str) -> dict[str, Trial]:
 
 BITS = ["bits per byte"] + [f"quarter {n} of 4x" for n in (1, 2, 3, 4)]
 
-def text(trial:Trial=TEXT, folder:str="assets") -> dict:
+def text() -> None:
   """Models on text, at equal parameters, data and steps."""
-  trials = models(trial, "omeganet", "swla", "atlas", "deltanet", "transformer++", "titans", "gated_deltanet",
+  trials = models(TEXT, "omeganet", "swla", "atlas", "deltanet", "transformer++", "titans", "gated_deltanet",
                   "linear_attention", "atlas_mag", "atlas_mal", "atlas++")
-  results = compare("text", trials, BITS)
   panels:dict[str, dict] = {"bytes read": {}, "seconds on one core": {}}
-  for name, z in results.items():
-    curves = np.array([record["curve"] for record in z.records])           # (seeds, points, step or bits)
-    for panel, scale in zip(panels.values(), (trial.batch * trial.length, z.records[0]["seconds"])):
+  for name, records in compare("text", trials, BITS).items():
+    curves = np.array([record["curve"] for record in records])             # (seeds, points, step or bits)
+    for panel, scale in zip(panels.values(), (TEXT.batch * TEXT.length, records[0]["seconds"])):
       panel[name] = curves[0, :, 0] * scale, curves[..., 1]
-  picture(Path(folder) / "text.png", "bits per byte", panels, log=False)
-  return results
+  picture("text.png", "bits per byte", panels, log=False)
 
-def longer() -> dict:
+def longer() -> None:
   """Ten million bytes at twice the length, one seed, one rate."""
   trial = TEXT._replace(steps=2450, length=512, rates=(0.008,), seeds=(0,))
-  return compare("text", models(trial, "swla", "omeganet", "atlas", "gated_deltanet"), BITS)
+  compare("text", models(trial, "swla", "omeganet", "atlas", "gated_deltanet"), BITS)
 
 def ablation() -> None:
   """The paper's Table 6, and what bounds Muon: atlas without each of its parts, or with another Muon."""
@@ -650,47 +617,45 @@ def ablation() -> None:
     "momentum, no Muon": dict(optimizer="gd"), "linear memory": dict(memory="linear"), "window 1": dict(window=1),
     "no poly": dict(features="identity"), "gated (atlas++)": dict(memory="gated"),
     "Muon at every token": dict(muon_every=1), "Newton-Schulz steps 2": dict(ns_steps=2)}
-  changes |= {name: dict(optimizer=name) for name in MUON}
+  changes |= {name: dict(optimizer=name) for name in STEPS_OF_TRIALS}
   for trial, headings in ((TEXT, BITS), (EASIER, ["share right"])):
     trials = {name: model(trial, "atlas", **fields) for name, fields in changes.items()}
     trials["theta starts at 0.5"] = trial._replace(theta=0.5)
     compare("atlas without its parts", trials | {"MAG": model(trial, "atlas_mag"), "MAL": model(trial, "atlas_mal")},
             headings)
 
-def window() -> dict:
+def window() -> None:
   """The paper's Figure 5: OmegaNet with windows of 1 to 16 tokens.  With 4 numbers for each of 32 keys, no training can
   keep them from resembling each other."""
   alike = RECALL._replace(preset="omeganet", fields=SMALL | dict(key_dim=4, value_dim=4))
   trials = {}
   for features, width in itertools.product(("poly", "identity"), (1, 2, 4, 8, 16)):
     trials[features, f"window {width}"] = model(alike, "omeganet", features=features, window=width)
-  return compare("keys that resemble each other, share right", trials, ["share right"])
+  compare("keys that resemble each other, share right", trials, ["share right"])
 
-def mqar(trial:Trial=RECALL, sized:tuple=("atlas", "swla", "deltanet"), sizes:tuple=(4, 16),
-         folder:str="assets") -> dict:
+def mqar() -> None:
   """The paper's Figure 7: multi-query associative recall.  First all models at one size of keys and values, scored with
   fewer pairs too; then some of them with smaller and larger memories, each at its best rate."""
-  most, usual = data.task(trial.task).settings["pairs"], trial.fields["key_dim"]
-  counts = [most] + [most * n // 8 for n in (6, 4, 2, 1)]
-  headings, trial = [f"{n} pairs" for n in counts], trial._replace(variants=tuple({"pairs": n} for n in counts))
+  counts = 32, 24, 16, 8, 4
+  headings, trial = [f"{n} pairs" for n in counts], RECALL._replace(variants=tuple({"pairs": n} for n in counts))
   trials:dict[Any, Trial] = models(trial, "atlas", "omeganet", "swla", "titans", "deltanet", "linear_attention",
                                    "transformer++")
-  for name, conv in (("2 blocks", 0), ("conv, 2 blocks", 4)):
-    trials[f"transformer++, {name}"] = model(trial, "transformer++", layers=2, conv=conv)
+  trials["transformer++, 2 blocks"] = model(trial, "transformer++", layers=2)
+  trials["transformer++, conv, 2 blocks"] = model(trial, "transformer++", layers=2, conv=4)
   results = compare("MQAR, share right", trials, headings)
-  by_count = {name: (counts, z.scores) for name, z in results.items()}
-  trials = {}
-  for name in [name for name in sized if name in results]:
-    at_best = trial._replace(preset=name, rates=(results[name].records[0]["settings"]["rate"],))
-    for d in sizes: trials[name, d] = at_best._replace(fields=trial.fields | dict(key_dim=d, value_dim=d))
-  results |= compare("smaller and larger memories, each at its best rate", trials, headings)
-  by_size, ticks = {}, sorted((*sizes, usual))
+  by_count = {name: (counts, scores_of(records)) for name, records in results.items()}
+  sized, trials = [name for name in ("atlas", "swla", "deltanet") if name in results], {}
+  for name, d in itertools.product(sized, (4, 16)):
+    at_best = trial._replace(preset=name, rates=(results[name][0]["settings"]["rate"],))
+    trials[name, d] = at_best._replace(fields=SMALL | dict(key_dim=d, value_dim=d))
+  results |= {(name, 8): results[name] for name in sized}
+  if trials: results |= compare("smaller and larger memories, each at its best rate", trials, headings)
+  by_size = {}
   for name in sized:
-    of_name = [results.get(name if d == usual else (name, d)) for d in ticks]
-    if all(of_name): by_size[name] = ticks, np.stack([z.scores[:, 0] for z in of_name if z], axis=1)
-  panels = {f"pairs (trained with {most})": by_count, f"size of keys and values, {most} pairs": by_size}
-  picture(Path(folder) / "mqar.png", "queries answered", panels)
-  return results
+    of_name = [scores_of(results[name, d])[:, 0] for d in (4, 8, 16) if (name, d) in results]
+    if len(of_name) == 3: by_size[name] = (4, 8, 16), np.stack(of_name, axis=1)
+  panels = {f"pairs (trained with {counts[0]})": by_count, f"size of keys and values, {counts[0]} pairs": by_size}
+  picture("mqar.png", "queries answered", panels)
 
 def official() -> None:
   """MQAR at the sizes of Zoology, one seed and one rate, as a check of speed."""
@@ -704,10 +669,10 @@ def mad() -> None:
     trial = Trial("atlas", {}, task, 800, 16, rates=(0.004, 0.008), shares=("micro", "macro"))
     compare("MAD", models(trial, "atlas", "omeganet", "titans", "deltanet", "swla"), ["micro", "macro"])
 
-def needles(trial:Trial, *presets:str) -> dict:
+def needles(trial:Trial, *presets:str) -> None:
   """Models whose answers to a task in bytes are scored at the trained length and beyond."""
   lengths = [str((data.task(trial.task).settings | variant)["length"]) for variant in trial.variants]
-  return compare("share of answers right", models(trial, *presets), lengths)
+  compare("share of answers right", models(trial, *presets), lengths)
 
 def niah() -> None:
   """The paper's Table 3: a needle in a haystack, asked at up to 16 times the trained length."""
@@ -716,10 +681,10 @@ def niah() -> None:
     needles(NEEDLE._replace(task=task, variants=tuple(data.task(task).variants())),
             "atlas", "omeganet", "titans", "deltanet", "gated_deltanet", "transformer++")
 
-def stories() -> dict:
+def stories() -> None:
   """The paper's Figure 6 (BABILong): where somebody is, asked at up to 64 times the trained length."""
   variants = tuple({"length": 512 * n} for n in (1, 4, 16, 64))
-  return needles(STORY._replace(variants=variants), "atlas", "titans_mac", "omeganet", "transformer++")
+  needles(STORY._replace(variants=variants), "atlas", "titans_mac", "omeganet", "transformer++")
 
 # *** streams far longer than the trained ones ***
 
@@ -729,45 +694,19 @@ def hostile(tokens:int, vocab:int) -> np.ndarray:
   in_turn = np.where(position // 512 % 2, 7, noise)
   return np.stack([np.full(tokens, 7), position % 5, noise, in_turn]).astype(np.int32)
 
-def in_pieces(params:dict, cfg:atlas.Config, tokens:np.ndarray) -> Iterator[tuple[int, np.ndarray, dict]]:
-  """Reads a stream (B,T) in calls of 256 tokens; yields for each the position of its first token, its logits, and the
-  state after it.  A model whose state grows with the stream reads it in one call, because a jit cannot hold it, and
-  yields no state."""
-  if atlas.growing(cfg):                                 # attention row by row: the scores of a row take its square
-    rows = [tokens] if cfg.mixer == "memory" else [row[None] for row in tokens]
-    yield 0, np.concatenate([atlas.forward(params, cfg, Tensor(row.copy()))[0].numpy() for row in rows]), {}
-    return
-  state: dict = {}
-  read_on = TinyJit(lambda x, state: atlas.forward(params, cfg, x, state))
-  for at in range(0, tokens.shape[1], 256):
-    x = Tensor(tokens[:, at:at + 256].copy())
-    logits, state = read_on(x, state) if state else atlas.forward(params, cfg, x)
-    state = {name: z.clone().realize() for name, z in state.items()}
-    yield at, logits.numpy(), state
-
 AFTER = 4096                                             # tokens of text after a stream; the first 1,024 have no score
-
-def text_bits(params:dict, cfg:atlas.Config, rows:np.ndarray) -> np.ndarray:
-  """Bits per byte (B) of the scored part of the text that ends each row (B,T); NaN if a logit is not finite."""
-  losses = []
-  for at, logits, _ in in_pieces(params, cfg, rows):
-    if not np.isfinite(logits).all(): return np.full(len(rows), math.nan)
-    skip = max(0, rows.shape[1] - AFTER + 1024 - at)
-    targets = rows[:, at + skip + 1:at + logits.shape[1], None]
-    z = logits[:, skip:-1].astype(np.float64)
-    losses.append(np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, targets, -1)[..., 0])
-  return np.concatenate(losses, axis=1).mean(1) / math.log(2)
 
 def recovery(params:dict, cfg:atlas.Config, text:data.Text, tokens:int=16_384) -> np.ndarray:
   """Bits per byte of a text from its 1,024th token on (6): with nothing before it; after `tokens` of each hostile kind;
-  after as much of another text.  At most 8,192 tokens where the cost is their square."""
-  if atlas.growing(cfg): tokens = min(tokens, 8192)
-  after = text.val[None, :AFTER].astype(np.int32)
-  before = np.concatenate([hostile(tokens, cfg.vocab), text.train[None, :tokens].astype(np.int32)])
-  rows = np.concatenate([before, np.tile(after, (len(before), 1))], axis=1)
-  return np.concatenate([text_bits(params, cfg, after), text_bits(params, cfg, rows)])
+  after as much of another text.  At most 4,096 tokens where the cost is their square."""
+  if atlas.growing(cfg): tokens = min(tokens, 4096)
+  first, scored = text.val[:1025].tobytes(), text.val[1025:AFTER].tobytes()
+  streams = [*hostile(tokens, cfg.vocab).astype(np.uint8), text.train[:tokens]]
+  rows = [(first, scored)] + [(stream.tobytes() + first, scored) for stream in streams]
+  scores = evaluate.likelihoods(params, cfg, rows, 1 if atlas.growing(cfg) else len(streams))
+  return np.array([-nats for nats, _ in scores]) / len(scored) / math.log(2)
 
-def streams() -> dict:
+def streams() -> None:
   """Models that were trained on short sequences read text after a long stream of something else."""
   trial = Trial("atlas", dict(dim=32, layers=1, heads=2), measure=recovery)
   presets = [name for name in atlas.PRESETS if not name.endswith(("mag", "mal", "mac"))]
@@ -775,7 +714,7 @@ def streams() -> dict:
   for name in ("linear_attention", "deltanet", "ttt"):
     trials[f"{name}, no horizon"] = trial._replace(preset=name, fields=trial.fields | dict(horizon=1 << 20))
   headings = ["nothing before", "one byte", "a pattern", "noise", "in turn", "text"]
-  return compare("streams, bits per byte of text", trials, headings)
+  compare("streams, bits per byte of text", trials, headings)
 
 EXPERIMENTS: dict[str, Callable[[], Any]] = {experiment.__name__: experiment for experiment in (
   speed, expansion, recall, learnability, capacity, heatmap, text, longer, ablation, window, mqar, official, mad,
