@@ -72,7 +72,7 @@ def picture(file:str, label:str, panels:dict[str, Any], log:bool=True, colors:in
 
 # *** speed of the memory, and what features=exp costs ***
 
-SIZES = dict(key_dim=64, value_dim=64, expand=4, chunk=64)
+SIZES: dict[str, Any] = dict(key_dim=64, value_dim=64, expand=4, chunk=64)
 LAYERS = {                                               # the memory of a preset, and the sequences that it reads
   "mlp, window 9, momentum": (atlas.preset("titans", **SIZES | dict(key_dim=32, value_dim=32, window=9)), 4, 512),
   "atlas, heads of 16": (atlas.preset("atlas", expand=2, muon_every=1), 2, 128),
@@ -350,7 +350,7 @@ def heatmap(N:int=48, draws:int=16, d:int=16) -> dict:
   parts = ("pairs just read", "end: first 8", "last 16 to 9", "last 8", "all")
   row, results = table({"error of": "<34s"} | dict.fromkeys(parts, ">16.2f")), {}
   pairs = recall_pairs(np.random.default_rng(0), "correlated", draws, N, d, N)
-  k, v, _ = [np.stack([x] * N) for x in pairs]           # a copy for every t, which reads on, but takes no step, after t
+  k, v, _ = [np.stack([x] * N) for x in pairs]           # a copy for every t, which takes no step after t
   reads = np.ones((1, draws, 1)) * np.tri(N)[:, None]
   for name, (fields, eta, alpha) in PANELS.items():
     outputs = answers(fields, k, v, k, eta * reads, np.where(reads, alpha, 1))

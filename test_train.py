@@ -983,12 +983,12 @@ def test_ten_runs_side_by_side_end_alike(ten):
 def shows(capsys, path):
   """What an experiment printed; it drew its picture, or said how it could."""
   printed = capsys.readouterr().out
-  assert "pip install" in printed or Path(path).stat().st_size > 10_000
+  assert "pip install" in printed or Path("assets", path).stat().st_size > 10_000
   return printed
 @experiment
 def test_the_recall_experiment_shows_what_windows_and_features_buy(capsys):
   omega = "Omega, window 16"
-  hits = experiments.recall(sizes=(4, 16), trials=8, seeds=1, rules=("delta", omega), folder=".")
+  hits = experiments.recall(sizes=(4, 16), trials=8, seeds=1, rules=("delta", omega))
   correlated = {name: scores[1, 1].mean() for name, scores in hits.items()}
   assert correlated[omega, "identity"] > correlated["delta", "identity"] + 0.2
   assert correlated[omega, "poly"] > correlated["delta", "poly"] > correlated["delta", "identity"]
@@ -996,7 +996,7 @@ def test_the_recall_experiment_shows_what_windows_and_features_buy(capsys):
 
 @experiment
 def test_the_learnability_experiment_learns_the_low_rank_mapping(capsys):
-  losses = experiments.learnability(d=32, T=256, seeds=1, window=8, folder=".")
+  losses = experiments.learnability(d=32, T=256, seeds=1, window=8)
   assert losses.shape == (5, 1, 256) and losses[0, 0, -64:].mean() < 0.8 * losses[0, 0, :64].mean()
   shown = shows(capsys, "learnability.png")
   for name in experiments.MAPPINGS: assert re.search(rf"^{re.escape(name)} +[1-9]e-0\d +\d\.\d+$", shown, re.M)
@@ -1012,7 +1012,7 @@ def test_the_capacity_experiment_counts_what_least_squares_can_fit(capsys):
 
 @experiment
 def test_the_heatmap_shows_storing_the_window_and_forgetting(capsys):
-  errors = experiments.heatmap(N=24, draws=4, d=8, folder=".")
+  errors = experiments.heatmap(N=24, draws=4, d=8)
   delta, window, quadratic, forgets = errors.values()
   for e in errors.values(): assert np.diag(e).mean() < np.diag(e, 1).mean()     # lower than before the pair was written
   assert np.diag(delta).max() < 1e-6                     # a step of 1 writes a pair exactly
@@ -1118,8 +1118,8 @@ def test_what_is_measured_after_a_hostile_stream_is_the_loss_of_the_text_there(m
 
 @experiment
 def test_the_speed_experiment_compares_both_forms(capsys, monkeypatch):
-  layer = experiments.Layer(dict(window=2, chunk=4), 2, 4, 4, 1, 12, True)
-  monkeypatch.setattr(experiments, "LAYERS", {"small": layer})
+  cfg = atlas.preset("titans", window=2, chunk=4, heads=2, key_dim=4, value_dim=4)
+  monkeypatch.setattr(experiments, "LAYERS", {"small": (cfg, 1, 12)})
   experiments.speed()
   shown = capsys.readouterr().out
   assert re.search(r"small +fused .*\nsmall +ops .*\n +fused is [\d.]+ times as fast", shown)
