@@ -21,6 +21,7 @@ from tinygrad.engine.jit import JitError
 from tinygrad.helpers import NUM_CPU_THREADS, Context, disable_gc
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.renderer import Estimates
+from tinygrad.runtime.ops_cl import CLProgram
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, PatternMatcher
 from rule import (FEATURES, STEPS, Chunks, Gates, Memory, Rule, Weights, apply, at_base, by_expansion, by_ops,
@@ -85,6 +86,17 @@ def parallel_call(program:Any, *buffers:Any, global_size:tuple=(1, 1, 1), vals:t
   return time.perf_counter() - start
 
 CPUProgram.__call__ = parallel_call                        # type: ignore[method-assign, assignment]
+
+# *** OpenCL ***
+
+load_program = CLProgram.__init__
+def load_numbered(program:Any, device:Any, code:Any) -> None:
+  """CLProgram.__init__ with the arguments numbered anew.  A kernel gets the buffers that it uses, in order.  tinygrad's
+  OpenCL looks them up by numbers that count the unused ones as well, and fails."""
+  signature = tuple((name, n, dtype, shape) for n, (name, _, dtype, shape) in enumerate(code.signature))
+  load_program(program, device, replace(code, signature=signature))
+
+CLProgram.__init__ = load_numbered                         # type: ignore[method-assign, assignment]
 
 def on_cpu(device) -> bool:
   """Whether it is one CPU device; a tuple of devices is none."""
@@ -1420,11 +1432,10 @@ def takes_fused(cfg:Rule, x:Tensor, heads:int, numbers:int) -> bool:
   """Whether the memory runs in kernels of its own on the device of x, for heads = B*H and so many numbers in M of one.
   auto: on a CPU one kernel is faster than many.  On a GPU a work-group, that is one multiprocessor, runs all chunks of
   a head; it loses where a chunk takes it longer than launching the stock kernels.  That bound is an estimate: no GPU
-  was measured.  For steps that are not linear only their directions are a kernel, and only backend=fused takes it: with
-  a gated memory it fails on OpenCL."""
+  was measured.  For steps that are not linear only their directions are a kernel, by the same bound."""
   if not isinstance(x.device, str) or FEATURES[cfg.features].expansion or cfg.backend == "ops": return False
   if on_cpu(x.device): return True
-  small = STEPS[cfg.optimizer].linear and numbers * cfg.chunk <= 2 ** 15 * max(heads, 8)
+  small = numbers * cfg.chunk <= 2 ** 15 * max(heads, 8)
   return Device[x.device].renderer.has_local and (cfg.backend == "fused" or small)
 
 def checked(name:str, x:Any, shape:tuple) -> Tensor:
