@@ -93,7 +93,8 @@ load_program = CLProgram.__init__
 def load_numbered(program:Any, device:Any, code:Any) -> None:
   """CLProgram.__init__ with the arguments numbered anew.  A kernel gets the buffers that it uses, in order.  tinygrad's
   OpenCL looks them up by numbers that count the unused ones as well, and fails."""
-  signature = tuple((name, n, dtype, shape) for n, (name, _, dtype, shape) in enumerate(code.signature))
+  slots = sorted({slot for _, slot, *_ in code.signature})
+  signature = tuple((name, slots.index(slot), *kind) for name, slot, *kind in code.signature)
   load_program(program, device, replace(code, signature=signature))
 
 CLProgram.__init__ = load_numbered                         # type: ignore[method-assign, assignment]
@@ -233,7 +234,9 @@ class Matrix:
     if dtype != dtypes.float: raise NotImplementedError(f"matrices inside a kernel are float32, not {dtype}")
     return Matrix(self.kernel, (n, n), (), lambda i, j: i.eq(j).where(constant(1.0), constant(0.0)))
   def iterate(self, steps, body, carry):
-    return self.kernel.iterate(steps, body, carry)
+    def turn(_, now, then):
+      for m, value in zip(then, body(*now)): self.kernel.assign(m, value)
+    return tuple(self.kernel.scan(steps, turn, carry)(steps))
   def contiguous(self): return self.stored()
   def contiguous_backward(self): return self
   def stored(self):
@@ -659,10 +662,6 @@ class Kernel:
     return at
   def filled(self, shape, x):
     return Matrix(self, shape, (), lambda i, j: x).stored()
-  def iterate(self, steps, body, carry):
-    def turn(_, now, then):
-      for m, value in zip(then, body(*now)): self.assign(m, value)
-    return tuple(self.scan(steps, turn, carry)(steps))
 
 # *** compiled kernels as Tensors ***
 
@@ -840,13 +839,13 @@ class Layout:
     def part(name, o, i): return row.view((o, i), self.starts[name], *((1, o) if i >= o else (i, 1)))
     return {w[0]: part(*w) for w in self.weights}
   def pack(self, parts:list[Weights]) -> Tensor:
-    """Dicts of (heads,o,i) -> (heads, numbers); columns are padded with zeros to the number that the layout has for
-    them."""
+    """Dicts of (...,o,i) -> (heads, numbers); columns are padded with zeros to the number that the layout has for
+    them.  An empty dict, of a rule without momentum, has no numbers."""
     rows = []
-    for part in parts:
-      for name, o, i in self.weights:
-        w = part[name].pad((None, None, (0, i - sizes(part[name])[-1])))
-        rows.append((w.transpose(-1, -2) if i >= o else w).reshape(w.shape[0], o * i))
+    for part, (name, o, i) in itertools.product(filter(None, parts), self.weights):
+      w = part[name].reshape(-1, *sizes(part[name])[-2:])
+      w = w.pad((None, None, (0, i - sizes(w)[-1])))
+      rows.append((w.transpose(-1, -2) if i >= o else w).reshape(-1, o * i))
     return Tensor.cat(*rows, dim=-1)
   def unpack(self, rows:Tensor, shapes:dict[str, tuple]) -> Weights:
     """(heads, numbers) -> matrices of the given shapes."""
@@ -1110,6 +1109,13 @@ class Recurrence:
         kernel.each(m.block(0, m.shape[0], s.d, 1), lambda i, j: 1.0, ())
     return padded
 
+  def rows_of(self, name, rows, width, start, row=None):
+    """Rows of an input or output, and of its gradient, from number `start` of a buffer on."""
+    def at(buffer, grad=None):
+      return Stored(self.kernel, buffer, (rows, width), start, width, 1, grad, row)
+    grad = at(self.buffers.get("d" + name)) if self.is_backward else None
+    return at(self.buffers.get(name), grad)
+
   def chunk(self, g, n, padded, base, states):
     """Chunk n of head g: reads its inputs, takes the gradients at `base`, and writes its outputs and the next
     states."""
@@ -1117,17 +1123,11 @@ class Recurrence:
     b, c, d, N = s.chunk, cfg.window, s.d, s.chunks
     reach, front = b + c - 1, 0 if self.linear else 1
     T_keys = N * b + c - 1 if s.halo else N * b
-    def rows_of(name, width, rows, first, row=None):
-      """Rows of an input or output, the first of them at row `first`, with their gradient."""
-      def at(buffer, grad=None):
-        return Stored(kernel, buffer, (rows, width), first * width, width, 1, grad, row)
-      grad = at(self.buffers.get("d" + name)) if self.is_backward else None
-      return at(self.buffers.get(name), grad)
     def stream(name, width):
-      return rows_of(name, width, b, g * (N * b) + n * b)
+      return self.rows_of(name, b, width, (g * (N * b) + n * b) * width)
     def keys(name, width):
       def row(i): return n * b + i if s.halo else (n * b + i - (c - 1)).maximum(0)   # before the stream gamma is 0
-      return rows_of(name, width, reach, g * T_keys, row)
+      return self.rows_of(name, reach, width, g * T_keys * width, row)
     def with_grad(m):
       if not self.is_backward: return m
       return Stored(kernel, m.buffer, m.shape, m.start, m.rows, 1, kernel.new(m.shape).grad)
@@ -1221,9 +1221,8 @@ def fused(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, 
   s = KernelShapes(B * H, H if memory.shared else B * H, H if memory.R else 0, divisor(B * H, NUM_CPU_THREADS.value),
                    T // chunks.size, chunks.size, sizes(k)[2] != T, d, sizes(v)[3], D, chunks.every, weights)
   lay = Layout(cfg, weights)
-  parts = [memory.base, memory.M, *([memory.S] if cfg.momentum else [])]
-  first = lay.pack([{n: w.reshape(s.first_heads, *w.shape[-2:]) for n, w in part.items()} for part in parts])
-  inputs = dict(first=first, q=q, k=k, v=v, alpha=gates.alpha, eta=gates.eta, gamma=gates.gamma)
+  inputs = dict(first=lay.pack([memory.base, memory.M, memory.S]), q=q, k=k, v=v)
+  inputs |= dict(alpha=gates.alpha, eta=gates.eta, gamma=gates.gamma)
   if cfg.momentum: inputs["theta"] = gates.theta
   if memory.R: inputs["toward"] = lay.pack([memory.R])
   if row.coefficients:
@@ -1255,11 +1254,8 @@ class StatePass(Recurrence):
   def chunk(self, g, n, padded, base, states):
     kernel, cfg, s, E = self.kernel, self.cfg, self.s, self.s.chunk
     skip = int(cfg.momentum)
-    def stored(name, rows, width, start):
-      grad = Stored(kernel, self.buffers["d" + name], (rows, width), start, width) if self.is_backward else None
-      return Stored(kernel, self.buffers.get(name), (rows, width), start, width, 1, grad)
     def stream(name, rows, width):
-      return stored(name, rows, width, (g * s.chunks + n) * (rows * width))
+      return self.rows_of(name, rows, width, (g * s.chunks + n) * (rows * width))
     x, k, v, kept_M = [stream(*z) for z in (("x", E, s.D), ("k", E, s.d), ("v", E, s.dv), ("kept_M", 1, 1))]
     weights = stream("rows", 1 + skip, skip + E)
     if states.R:
@@ -1268,7 +1264,7 @@ class StatePass(Recurrence):
     start = (g * (s.chunks + 2) + n + 1) * self.row_size + self.lay.size
     for name, _, _ in s.weights:
       for m in factors[name] if name == "W1" else factors[name][:1]:
-        kernel.assign(stored("states", E, m.shape[1], start), m)
+        kernel.assign(self.rows_of("states", E, m.shape[1], start), m)
         start = start + E * m.shape[1]
     of_M, of_S = [(weights.block(n, 1, skip, E), weights.block(n, 1, 0, 1)) for n in (0, skip)]
     next_states(kernel, cfg, factors, states, kept_M, of_M, of_S)
@@ -1281,10 +1277,8 @@ def states_by_kernel(body:Callable, cfg:Rule, memory:Memory, streams:dict[str, T
   s = KernelShapes(heads, heads, heads if memory.R else 0, heads, N, E, False, sizes(streams["k"])[-1],
                    sizes(streams["v"])[-1], D, 1, weights)
   lay = Layout(cfg, weights)
-  def packed(parts):
-    return lay.pack([{n: w.reshape(heads, *w.shape[-2:]) for n, w in part.items()} for part in parts])
-  inputs = dict(first=packed([memory.base, memory.M, *([memory.S] if cfg.momentum else [])]))
-  if memory.R: inputs["toward"] = packed([memory.R])
+  inputs = dict(first=lay.pack([memory.base, memory.M, memory.S]))
+  if memory.R: inputs["toward"] = lay.pack([memory.R])
   rows = run_recurrence(StatePass, cfg, s, inputs | streams, {}, device)["states"].reshape(B, H, N + 2, -1)
   def states(z):
     shapes = {n: (*sizes(z)[:-1], o, i) for n, o, i in weights}
@@ -1625,3 +1619,10 @@ def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor
     new = {n: z if n == "position" else valid.where(z, math.nan) for n, z in new.items()}
   # clones: a jit must not return what is the caller's, nor what a later call in it may overwrite
   return y, {n: z.clone() for n, z in new.items()}
+
+def difference_from_cpu(results:Callable[[], list[np.ndarray]]) -> float:
+  """The largest relative difference between what results() computes on the default device and on a CPU."""
+  here = results()
+  with Context(DEV="CPU"): expected = results()
+  norm = np.linalg.norm
+  return max(float(norm(x - y) / norm(y)) for x, y in zip(here, expected, strict=True))
