@@ -490,7 +490,7 @@ def segment(p:dict, cfg:Config, inputs:list[Tensor], place:Place, position:Tenso
   start = start_memory(memory, start, place)
   h_k, h_v = read_context(p, cfg, start, read)
   new = {"h_k": h_k, "h_v": h_v, "x_k": x_k, "x_v": x_v}
-  cache = {name: written(cache.get(name), z, place, cfg.attn_window) for name, z in new.items()}
+  cache = {name: written(cache.get(name), z, place, cfg.attn_window).contiguous() for name, z in new.items()}
   k, v = [cache[f"h_{name}"].cat(cache[f"x_{name}"], dim=2).contiguous() for name in ("k", "v")]
   y = softmax_attention(q, k, v, place, persistent(attention, cfg), runs=2)
   y = rms_norm(linear(cfg, joined(y), attention["out"]), attention["norm"])
