@@ -10,7 +10,7 @@ Glossary         shape               paper  meaning
   M              (B,H,o,i) each      M      the memory, a small network of matrices; M_0 is learned, one per head
   o, i                                      rows (outputs) and columns (inputs) of a matrix X; A: X X^T (Newton-Schulz)
   S              as M                S      momentum of the memory's gradient
-  alpha, theta   (B,H,T)             ..     forget gate, momentum gate
+  alpha, theta   (B,H,T)             same   forget gate, momentum gate
   eta            (B,H,T)             eta    memory step, the learning rate of the memory
   gamma          (B,H,T,window)      gamma  gates of the window: gamma[...,j] weighs the gradient at token t-j
   window                             c      tokens whose loss each step minimises; 1 is the delta rule's online step
@@ -44,7 +44,7 @@ CHOICES = {
   "features": tuple(rule.FEATURES), "loss": tuple(rule.LOSSES), "optimizer": tuple(rule.STEPS),
   "backend": ("auto", "ops", "fused"), "dtype": ("float32", "bfloat16")}
 KINDS = {int: "a whole number", float: "a number", bool: "true or false (1 or 0)", str: "a word"}
-LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0, "persist": 0, "anchors": 0}        # of whole numbers, else 1
+LEAST = {"conv": 0, "attn_window": 0, "ns_steps": 0, "persist": 0, "anchors": 0}        # whole numbers; others: 1
 MOST = {"degree": 32} | dict.fromkeys(("layers", "heads", "window", "conv", "ns_steps", "mlp_ratio"), 1024)  # else 2^20
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ PRESETS: dict[str, dict] = {
   **{f"atlas_{mixer}": dict(mixer=mixer, **_HYBRID, **_ATLAS) for mixer in ("mag", "mal", "mac")},
   "titans_mac":       dict(mixer="mac", **_HYBRID,                        forget=True, momentum=True)}
 
-# `tiny`, and the paper's Table 7, which has no key_dim, c, b or p.  key_dim keeps quadratic features below 2,200.
+# `tiny`, and Table 7 of the paper, without key size, window, chunk, degree.  Quadratic features stay below 2,200.
 _PAPER = dict(vocab=32_000, mlp_ratio=8 / 3, chunk=64, muon_every=16)
 SIZES: dict[str, dict] = {
   "tiny": dict(dim=64, layers=2, heads=4, key_dim=16, value_dim=16, expand=1, chunk=32, muon_every=4),
@@ -204,7 +204,7 @@ def has_residual(cfg:Config) -> bool:
   """Whether the memory is x + M'(x): a deep memory whose keys and values have one size."""
   return cfg.memory != "linear" and cfg.key_dim == cfg.value_dim
 def stores_key(cfg:Config) -> bool:
-  """Whether its target is v + k: the layers are to store v, as without a residual, and `answer` takes q away again."""
+  """Whether its target is v + k: then M' stores v, as without a residual, and `answer` subtracts q."""
   return has_residual(cfg) and rule.LOSSES[cfg.loss].fixed_point
 def gate_sizes(cfg:Config) -> dict[str, int]:
   """Columns of the gates' projection, in order.  A rule has no gate that it has no use for."""
@@ -223,10 +223,10 @@ def _dense(out, columns, scale=1.0): return (out, columns), scale * columns ** -
 def _logit(x): return math.log(x / (1 - x))
 def _block_layout(cfg:Config) -> Layout:
   H, d, dv, dim, gates = cfg.heads, cfg.key_dim, cfg.value_dim, cfg.dim, gate_sizes(cfg)
-  wide, into_stream = round(cfg.mlp_ratio * dim), (2 * cfg.layers) ** -0.5     # the stream must not grow with depth
-  qkv, out, context = _dense(H * (2 * d + dv), dim), _dense(dim, H * dv, into_stream), _dense(dim, H * dv)
+  wide, stream_scale = round(cfg.mlp_ratio * dim), (2 * cfg.layers) ** -0.5    # the stream must not grow with depth
+  qkv, out, onto_dim = _dense(H * (2 * d + dv), dim), _dense(dim, H * dv, stream_scale), _dense(dim, H * dv)
   table: Layout = {"norm1": _ones(dim), "qkv": qkv, "out": out, "norm2": _ones(dim),
-                   "mlp_in": _dense(2 * wide, dim), "mlp_out": _dense(dim, wide, into_stream),
+                   "mlp_in": _dense(2 * wide, dim), "mlp_out": _dense(dim, wide, stream_scale),
                    "conv": ((cfg.conv, H * (2 * d + dv)), max(1, cfg.conv) ** -0.5)}
   attention: Layout = {"qkv": qkv, "persist": ((cfg.persist, dim), 1.0)}                # as large as a normalised input
   if cfg.mixer == "attention": return table | attention
@@ -241,19 +241,19 @@ def _block_layout(cfg:Config) -> Layout:
     table["memory.a_root"] = (cfg.degree + 1,), np.array([math.factorial(i) ** -0.5 for i in range(cfg.degree + 1)])
   if cfg.mixer == "memory": return table
   if cfg.mixer == "mag": attention |= {"norm": _ones(H * dv), "memory_norm": _ones(H * dv)}
-  else: attention |= {"norm": _ones(dim), "out": out if cfg.mixer == "mal" else context}
-  if cfg.mixer == "mac": attention |= {"read_q": _dense(H * d, dim), "read_norm": _ones(dv), "read_out": context}
+  else: attention |= {"norm": _ones(dim), "out": out if cfg.mixer == "mal" else onto_dim}
+  if cfg.mixer == "mac": attention |= {"read_q": _dense(H * d, dim), "read_norm": _ones(dv), "read_out": onto_dim}
   if cfg.mixer == "mac" and has_residual(cfg): attention["read_skip"] = _ones(dv)
   return table | named("attention", attention)
 
 def parts(cfg:Config) -> dict[str, int]:
   """Number of parameters by part of the model, and in all ("total")."""
-  part_of = dict(embed="embedding (tied)", memory="memories M_0", norm="norms", norm1="norms", norm2="norms",
-                 mlp_in="MLP", mlp_out="MLP")
+  labels = dict(embed="embedding (tied)", memory="memories M_0", norm="norms", norm1="norms", norm2="norms",
+                mlp_in="MLP", mlp_out="MLP")
   count: dict[str, int] = {}
   for name, (shape, _) in layout(cfg).items():
-    part = part_of.get(name.split(".")[2] if "." in name else name, "mixer projections")
-    count[part] = count.get(part, 0) + math.prod(shape)
+    label = labels.get(name.split(".")[2] if "." in name else name, "mixer projections")
+    count[label] = count.get(label, 0) + math.prod(shape)
   return count | {"total": sum(count.values())}
 
 def unflatten(flat:dict) -> dict:
@@ -338,13 +338,13 @@ def memory_gates(p:dict, cfg:Config, x:Tensor, position:Tensor, fades:bool) -> S
 
 def answer(cfg:Config, y:Tensor, q:Tensor, norm:Tensor, skip:Tensor|None) -> Tensor:
   """y = M(q) normalised, heads side by side: (B,H,T,value_dim) -> (B,T,H*value_dim).  differs from the paper: the two
-  terms of a memory q + M'(q) are normalised apart, because q has length 1 and one write about 1/100 of it."""
+  terms of a memory q + M'(q) are normalised apart, because q is about 100 times as long as one write."""
   return joined(rms_norm(y, norm) if skip is None else rms_norm(y - q, norm) + q * skip * cfg.key_dim ** 0.5)
 
 def memory_inputs(p:dict, cfg:Config, x:Tensor, state:State|None, fades:bool) -> tuple[State, State]:
   """What kernels.memory takes for x (B,T,dim), normalised: q, k, v and gates, by name.  The convolution's state."""
   (q, k, v), after = queries_keys_values(p, cfg, x, state)
-  q, k, v = unit(q), unit(k), v.silu()                   # choice: before phi, no SiLU: it makes keys alike
+  q, k, v = unit(q), unit(k), v.silu()                   # choice: q, k without SiLU, which would make keys similar
   # differs from the paper: values stay inside the unit ball, because no bound of eta is safe for values of any length
   v = (v * (v.square().sum(-1, keepdim=True) + 1).rsqrt()).contiguous()
   if expands(cfg): q, k = [z * squared_length(p, cfg).sqrt() for z in (q, k)]
@@ -375,7 +375,7 @@ def rotate(x:Tensor, cos:Tensor, sin:Tensor) -> Tensor:
 
 def softmax_attention(q:Tensor, k:Tensor, v:Tensor, place:Place, persist:Pair|None, oldest:Place=0, runs=1) -> Tensor:
   """Causal, with rotary positions: q (...,T,d), k (...,L,d), v (...,L,value_dim) -> (...,T,value_dim).
-  The keys are `runs` runs side by side, each at positions 0, 1, ...; a query sees the keys of every run from `oldest`
+  mac has two `runs` of keys, h and x, each at positions 0, 1, ...; a query sees the keys of every run from `oldest`
   (a number, or (...,T,1)) to its own position.  persist: keys and values (H,number,.) for all queries, no positions."""
   (T, d), length = sizes(q)[-2:], sizes(k)[-2] // runs
   row, column = place + indices(T).reshape(T, 1), indices(length * runs) % length
@@ -470,7 +470,7 @@ def first_context(p:dict, cfg:Config, x:Tensor) -> State:
   if cfg.conv: memory["conv"] = zeros(B, cfg.conv - 1, sizes(p["conv"])[1], like=x)
   return {f"memory.{name}": z.contiguous() for name, z in memory.items() if name != "position"}
 def start_memory(memory:State, start:State, place:Place) -> State:
-  """The memory at the segment's start: the memory now, if it starts here.  An expansion may have grown since."""
+  """The memory that a segment's h are read from: at its start; now if place=0.  An expansion may have grown since."""
   now = {name: z for name, z in memory.items() if name.startswith("M.") or name == "keys"}
   if isinstance(place, int): return start if place else now
   return {name: (place == 0).where(now[name], lengthened(z, sizes(now[name])[2])) for name, z in start.items()}
@@ -479,7 +479,7 @@ def read_context(p:dict, cfg:Config, start:State, read:Tensor) -> list[Tensor]:
   """Keys and values (B,H,n,.) of h, which the queries `read` recall from the memory at the segment's start."""
   attention, h = p["attention"], kernels.recall(cfg, memory_weights(p, cfg), start, read)
   h = linear(cfg, answer(cfg, h, read, attention["read_norm"], attention.get("read_skip")), attention["read_out"])
-  return split_heads(cfg, linear(cfg, h, attention["qkv"][cfg.heads * cfg.key_dim:].contiguous()), keys=1)
+  return split_heads(cfg, linear(cfg, h, attention["qkv"][cfg.heads * cfg.key_dim:].contiguous()), keys=1)   # no q
 
 def segment(p:dict, cfg:Config, inputs:list[Tensor], place:Place, position:Tensor, phase:int, context:State) -> list:
   """n tokens of one segment.  inputs (B,H,n,.): queries to the memory; queries, keys and values of attention.
@@ -490,7 +490,7 @@ def segment(p:dict, cfg:Config, inputs:list[Tensor], place:Place, position:Tenso
   start = start_memory(memory, start, place)
   h_k, h_v = read_context(p, cfg, start, read)
   new = {"h_k": h_k, "h_v": h_v, "x_k": x_k, "x_v": x_v}
-  cache = {name: written(cache.get(name), z, place, cfg.attn_window) for name, z in new.items()}
+  cache = {name: written(cache.get(name), z, place, cfg.attn_window).contiguous() for name, z in new.items()}
   k, v = [cache[f"h_{name}"].cat(cache[f"x_{name}"], dim=2).contiguous() for name in ("k", "v")]
   y = softmax_attention(q, k, v, place, persistent(attention, cfg), runs=2)
   y = rms_norm(linear(cfg, joined(y), attention["out"]), attention["norm"])
@@ -520,7 +520,7 @@ def mac_mixer(p:dict, cfg:Config, x:Tensor, state:State|None) -> Mixed:
   ys, ms, stored = zip(*outputs)
   y = Tensor.cat(*ys, dim=1) * linear(cfg, Tensor.cat(*ms, dim=1), p["out"])
   if past is None and T > 1:
-    aligned = position % w == 0
+    aligned = position % w == 0                          # the captured call was cut for position 0
     y, context = aligned.where(y, math.nan), {n: aligned.where(z, math.nan) for n, z in context.items()}
   return y, context, {f"memory.{n}": Tensor.cat(*[z[n] for z in stored], dim=2) for n in stored[0]}
 MIXERS = {"memory": single_mixer, "attention": single_mixer, "mag": mag_mixer, "mal": mal_mixer, "mac": mac_mixer}

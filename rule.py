@@ -17,7 +17,8 @@ Inside a chunk every gradient is an outer product u x^T taken at M'.  M_t and S_
 same few outer products.  Only the weights depend on t: `coefficients` computes them for all chunks at once.
 
 Axes: B batch, H heads, T tokens, N chunks, b tokens of a chunk, E those tokens and their halo (the c - 1 tokens
-before), d key size, D features, o and i the rows and columns of a weight matrix.
+before), d key size, D features, o and i the rows and columns of a weight matrix.  by_ops rounds E up to a multiple of
+8, by tokens of weight 0.  `.contiguous()` stores a tensor (`.contiguous_backward()` its gradient) for all readers.
 """
 from __future__ import annotations
 import functools, itertools, math
@@ -30,17 +31,17 @@ Weights = dict[str, Tensor]   # the matrices of a memory by name: "W", or "W1" a
 
 class Rule:
   """The settings that the memory reads; atlas.Config has them."""
-  memory: str
-  features: str
-  degree: int
-  loss: str
-  window: int
-  momentum: bool
-  optimizer: str
-  ns_steps: int
-  muon_every: int
-  chunk: int
-  backend: str
+  memory: str       # linear | mlp | gated
+  features: str     # a row of FEATURES
+  degree: int       # of features=poly
+  loss: str         # a row of LOSSES
+  window: int       # c
+  momentum: bool    # whether there is S
+  optimizer: str    # a row of STEPS
+  ns_steps: int     # Newton-Schulz iterations
+  muon_every: int   # a step that is not linear comes at every r-th token only
+  chunk: int        # b
+  backend: str      # ops | fused | auto, for kernels.py
 
 class Gates(NamedTuple):
   """The gates of every token, final (no squashing follows)."""
@@ -52,8 +53,8 @@ class Gates(NamedTuple):
 class Memory(NamedTuple):
   """The memory between two calls.  M, S and base are (B,H,o,i), or (H,o,i) while the batch still shares them."""
   R: Weights      # (H,o,i); forgetting leads to it; empty where it is zero
-  base: Weights   # the memory at which the gradients of the current chunk are taken, as difference from R
-  M: Weights      # the memory now, as difference from R
+  base: Weights   # the memory at which the gradients of the current chunk are taken, as its difference from R
+  M: Weights      # the memory now, as its difference from R
   S: Weights      # its momentum; empty without momentum
   shared: bool    # the batch shares M, S and base
 
@@ -61,7 +62,7 @@ class Chunks(NamedTuple):
   """How the tokens of a call are cut."""
   size: int               # b
   every: int              # tokens to a Muon step
-  first: int|Tensor = 0   # features=exp: entry of the key cache that holds the oldest key of the first chunk's halo
+  first: int|Tensor = 0   # features=exp: where the key cache holds the first key of the first chunk's halo
 
 # *** features ***
 
@@ -72,22 +73,22 @@ def sizes(x:Tensor) -> tuple[int, ...]: return cast(tuple[int, ...], x.shape)
 
 @functools.cache
 def monomial_table(d:int, degree:int, device:str) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-  """The monomials up to `degree` as products of `degree` elements of [x, 1]: the elements' places (degree * D) and the
-  same one-hot (d+1,D); the roots of their multinomial coefficients (D); their degrees, one-hot (degree+1,D)."""
+  """Every monomial up to `degree` is a product of `degree` elements of [x, 1].  Returns for n = 1..degree the index of
+  the n-th element of each monomial, all in one row (degree * D); the same as one-hot matrices (d+1,D), one for each n;
+  the root of each monomial's multinomial coefficient (D); its degree, one-hot (degree+1,D)."""
   by_degree = [itertools.combinations_with_replacement(range(d), p) for p in range(degree + 1)]
   factors = [c + (d,) * (degree - p) for p, monomials in enumerate(by_degree) for c in monomials]
   degrees = [sum(i < d for i in f) for f in factors]
   orders = [math.prod(math.factorial(f.count(i)) for i in set(f) - {d}) for f in factors]
-  multinomial = [math.factorial(p) / order for p, order in zip(degrees, orders)]
+  roots = np.sqrt([math.factorial(p) / order for p, order in zip(degrees, orders)]).astype(np.float32)
   places = np.array(factors, np.int32).T
-  eye = np.eye(max(d, degree) + 1, dtype=np.float32)
+  def one_hot(rows:Any, n:int) -> np.ndarray: return np.eye(n, dtype=np.float32)[:, rows]
   def tensor(x:np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x), device=device).realize()
-  roots = np.sqrt(multinomial).astype(np.float32)
-  selectors = [tensor(eye[:d + 1, row]) for row in places]
-  return tensor(places.reshape(-1)), selectors, tensor(roots), tensor(eye[:degree + 1, degrees])
+  selectors = [tensor(one_hot(row, d + 1)) for row in places]
+  return tensor(places.reshape(-1)), selectors, tensor(roots), tensor(one_hot(degrees, degree + 1))
 
 def monomial_scales(d:int, degree:int, a:Tensor) -> Tensor:
-  """The factor of each monomial, (D).  The root of a has gradient 0 at a = 0, where its slope is infinite."""
+  """The factor of each monomial, (D).  The root's slope is infinite at a = 0: the inner `where` takes that at 1."""
   _, _, roots, degrees = monomial_table(d, degree, cast(str, a.device))
   return roots * ((a > 0).where((a > 0).where(a, 1).sqrt(), 0) @ degrees)
 
@@ -95,8 +96,7 @@ def monomials(x:Tensor, a:Tensor, degree:int) -> Tensor:
   """All monomials up to `degree`, by degree, then combinations_with_replacement, scaled so that
   phi(x).phi(y) = sum_i a[i] (x.y)^i (Eq. 17-18)."""
   d = sizes(x)[-1]
-  # (...,d+1): monomials of lower degree take the 1 as a factor
-  x1 = x.pad((*[None] * (x.ndim - 1), (0, 1)), value=1.0).contiguous()
+  x1 = x.pad((*[None] * (x.ndim - 1), (0, 1)), value=1.0).contiguous()   # (...,d+1): the 1 is for lower degrees
   selectors = monomial_table(d, degree, cast(str, x.device))[1]
   product = functools.reduce(Tensor.mul, [(x1 @ s).contiguous() for s in selectors])
   return product * monomial_scales(d, degree, a)                         # (...,D)
@@ -130,12 +130,12 @@ def phi(cfg:Rule, x:Tensor, a:Tensor|None) -> Tensor:
 class Loss(NamedTuple):
   """The loss that a memory descends, for y = M(phi(k))."""
   error: Callable[[Any, Any], Any]   # y, v (...,o) -> dL/dy (...,o)
-  bound: float                       # the largest eta, divided by the chunk size or as atlas.eta_bound says
+  bound: float                       # the largest eta is bound / chunk; atlas.eta_bound has the exceptions
   fixed_point: bool = True           # the loss has a minimum, so that repeated steps stay bounded
 
 LOSSES: dict[str, Loss] = {
-  # 1/2 |y - v|^2, Eq. 11.  b equal keys apply one stale gradient b times, which is stable while eta b lambda < 2.
-  # lambda is about |phi|^2 |W1 gelu'|^2 + |h|^2 and starts near 2; with 0.2 / b it may rise to 10.
+  # 1/2 |y - v|^2, Eq. 11.  b equal keys apply one stale gradient b times, stable while eta b lambda < 2.  lambda, the
+  # largest curvature, is about |phi|^2 |W1 gelu'|^2 + |h|^2: near 2 at first, and with eta = 0.2 / b it may reach 10.
   "l2": Loss(lambda y, v: y - v, 0.2),
   # -<y, v>, Eq. 19-20.  The loss has no minimum, so M grows with every step.  atlas.eta_bound says what bounds it.
   "dot": Loss(lambda y, v: -v, 0.5, fixed_point=False),
@@ -170,7 +170,7 @@ def gradients(cfg:Rule, W:dict[str, Any], x:Any, k:Any, v:Any) -> dict[str, tupl
   e = error(y + k if k.shape[-1] == v.shape[-1] else y, v).contiguous()
   dh = (e @ W["W1"]).contiguous_backward()
   if cfg.memory == "mlp": return {"W1": (e, h), "W2": ((dh * slope).contiguous(), x)}
-  dh = dh.contiguous()
+  dh = dh.contiguous()                                                         # a gated memory reads it twice
   return {"W1": (e, h), "W2": ((dh * gate * slope).contiguous(), x), "W3": ((dh * act).contiguous(), x)}
 
 # *** Newton-Schulz, and the learning steps ***
@@ -194,10 +194,9 @@ def newton_schulz(S:Any, steps:int) -> Any:
     return (c1 * eye + c3 * A + c5 * (A @ A)).contiguous()
   def gram(X): return (X @ X.transpose(-1, -2)).contiguous()
   X = (S * (S.square().sum((-1, -2), keepdim=True) + 1e-14).rsqrt()).contiguous()
-  nearly_square = S.shape[-1] < 1.5 * S.shape[-2]
-  if nearly_square: return iterate(steps, lambda X: (polynomial(gram(X)) @ X,), X)[0]
+  if S.shape[-1] < 1.5 * S.shape[-2]: return iterate(steps, lambda X: (polynomial(gram(X)) @ X,), X)[0]
   if steps == 0: return X
-  def step(A, q, p):
+  def step(A, q, p):   # A: Gram matrix of an iterate; q: its polynomial; p: product of all q; p X_0 is the next iterate
     A = (q @ (q @ A).contiguous()).contiguous()
     q = polynomial(A)
     return A, q, q @ p
@@ -208,7 +207,7 @@ def newton_schulz(S:Any, steps:int) -> Any:
 class Step(NamedTuple):
   """The direction U that a memory moves in."""
   direction: Callable[[Any, Rule], Any]   # S (...,o,i), settings -> U
-  linear: bool                            # U is linear in S: no U of a single token is needed (the dual form)
+  linear: bool                            # U is linear in S: M_t sums weighted gradients, without any U (dual form)
   bound: float|None = None                # the largest eta; None: the loss decides
   padded: bool = False                    # S with columns of zeros beside it gives U with columns of zeros beside it
 
@@ -222,7 +221,7 @@ STEPS: dict[str, Step] = {
 
 def decay(gate:Tensor) -> Tensor:
   """Products of gates inside a chunk: (...,b) -> (...,b,b+1).  Column 0, prod gate[0..t], is what is left at t of the
-  chunk's start; column n+1, prod gate[n+1..t], what is left of token n, 0 where n > t.  Gates of 0 are exact."""
+  chunk's start; column n+1, prod gate[n+1..t], what is left of token n, 0 where n > t.  No gate divides: 0 is exact."""
   b = gate.shape[-1]
   t = Tensor.arange(b, dtype=dtypes.int).reshape(b, 1, 1)
   n = Tensor.arange(b + 1, dtype=dtypes.int).reshape(1, b + 1, 1)
@@ -231,10 +230,10 @@ def decay(gate:Tensor) -> Tensor:
   return (n.reshape(1, b + 1) <= t.reshape(b, 1) + 1).where(factors.prod(-1), 0.0).contiguous()
 
 def banded(gamma:Tensor, E:int) -> Tensor:
-  """gamma (...,b,c) by lag -> (...,b,E) by token of the chunk with its halo.  In row t lag 0 has column E-b+t."""
+  """gamma (...,b,c) by lag -> (...,b,E) by token of the chunk with its halo.  In row t lag 0 has column E-b+t: rows of
+  E+1, read again as rows of E, move by one column each.  b = c = 2, E = 3, gtj = gamma[t,j]: [g01 g00 0] [0 g11 g10]"""
   *lead, b, c = gamma.shape
-  # (...,b,E+1), read again as rows of E: each row moves by one column
-  rows = gamma.flip(-1).pad((*[None] * (gamma.ndim - 1), (E - b - c + 1, b)))
+  rows = gamma.flip(-1).pad((*[None] * (gamma.ndim - 1), (E - b - c + 1, b)))                  # (...,b,E+1)
   return rows.reshape(*lead, b * (E + 1))[..., :b * E].reshape(*lead, b, E)
 
 class Coefficients(NamedTuple):
@@ -242,7 +241,7 @@ class Coefficients(NamedTuple):
   kept_M: Tensor   # (B,H,N,b): the weight of the chunk's first memory in M_t
   C: Tensor        # linear steps: (B,H,N,b,[1+]E), M_t = kept_M[t] M - sum_s C[t,s] source_s
                    # other steps: (B,H,N,b,n),      M_t = kept_M[t] M - sum_n C[t,n] U_n
-  P: Tensor        # (B,H,N,b,[1+]E), S_t = sum_s P[t,s] source_s; other steps: only the n tokens that take one
+  P: Tensor        # (B,H,N,b,[1+]E), S_t = sum_s P[t,s] source_s; other steps: (B,H,N,n,[1+]E), tokens with one
 
 def coefficients(cfg:Rule, gates:Gates, E:int, every:int) -> Coefficients:
   """The coefficients of every chunk at once, for gates (B,H,N,b) and (B,H,N,b,c).  Linear steps: C = B diag(eta) P with
@@ -278,19 +277,20 @@ def part_of(parts:dict, prefix:str) -> dict:
   return {n.removeprefix(f"{prefix}."): z for n, z in parts.items() if n.startswith(f"{prefix}.")}
 
 def number(x:Tensor) -> Tensor: return x.reshape(*x.shape, 1, 1)     # one number, beside the matrices that it scales
+def of_S(weights:Tensor) -> Tensor: return weights[..., :1]          # of the sources (see Coefficients)
+def of_gradients(cfg:Rule, weights:Tensor) -> Tensor: return weights[..., int(cfg.momentum):]
 
 def weighted_sums(cfg:Rule, P:Tensor, S:Tensor|None, u:Tensor, x:Tensor) -> Tensor:
-  """sum_s P[r,s] source_s over the sources [S, u_1 x_1^T .. u_E x_E^T]: P (B,H,n,[1+]E), u (B,H,E,o), x (B,H,E,i)
-  -> (B,H,n,o,i)."""
-  weighted = P[..., int(cfg.momentum):].unsqueeze(-2) * u.transpose(-1, -2).unsqueeze(-3)      # (B,H,n,o,E)
+  """sum_s P[r,s] source_s, (B,H,n,o,i), of S and all u_e x_e^T: P (B,H,n,[1+]E), u (B,H,E,o), x (B,H,E,i)."""
+  weighted = of_gradients(cfg, P).unsqueeze(-2) * u.transpose(-1, -2).unsqueeze(-3)            # (B,H,n,o,E)
   sums = (weighted.flatten(-3, -2) @ x).reshape(*weighted.shape[:-1], x.shape[-1])             # (B,H,n,o,i)
   return (sums if S is None else sums + number(P[..., 0]) * S.unsqueeze(-3)).contiguous()
 
 def chunk_step(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:
   """One chunk.  z: the state M.* and S.*, base.* and R.*; x, k, v of the chunk with its halo (B,H,E,.); kept_M (B,H);
-  `rows` (B,H,n,[1+]E), coefficients of the sources.  Linear steps have rows for what M gains and, with momentum, for S,
-  at the chunk's last token.  Other steps have rows for S at each of the n tokens that take a step, and coefficients C
-  (B,H,n) of the steps.  Returns M.* and S.*; u.* (B,H,E,o) and the hidden layer h (B,H,E,i), or U.* (B,H,n,o,i)."""
+  `rows` (B,H,n,[1+]E), weights of the sources.  Linear steps: row 0 is what M gains up to the chunk's last token, and
+  with momentum row 1 is S there.  Other steps: each row is S at a token that takes a step; C (B,H,n) weighs the steps.
+  Returns M.* and S.*; u.* (B,H,E,o) and the hidden layer h (B,H,E,i), or U.* (B,H,n,o,i)."""
   step, new, kept = STEPS[cfg.optimizer], {}, {}
   for name, (u, x) in gradients(cfg, at_base(z), z["x"], z["k"], z["v"]).items():
     sums = weighted_sums(cfg, z["rows"], z.get(f"S.{name}"), u, x)
@@ -311,13 +311,12 @@ def at_base(z:dict[str, Tensor]) -> Weights:
   return {n: (w + R[n] if R else w).contiguous_backward() for n, w in part_of(z, "base").items()}
 
 Shapes = tuple[tuple[str, tuple], ...]          # names and shapes, hashable
-def shapes_of(parts:dict[str, Tensor], lead:int) -> Shapes:
-  return tuple((n, sizes(z)[lead:]) for n, z in parts.items())
+def shapes_of(parts:Weights, lead:int) -> Shapes: return tuple((n, sizes(z)[lead:]) for n, z in parts.items())
 
 @functools.cache
 def compiled_chunk(body:Callable, cfg:Any, states:Shapes, streams:Shapes, fixed:Shapes) -> Callable:
   """body(cfg, z) for one chunk, from rows of numbers to a row: the state after it, then body's other results.  tinygrad
-  schedules and compiles it once for all chunks.  (A gradient comes only for results that are used: one row is used.)"""
+  compiles it once for all chunks.  All is in one row because only results that are used get gradients, as a row is."""
   M_shapes = {n: shape for n, shape in states if n.startswith("M.")}
   @function(precompile=True, precompile_backward=True)
   def step(state:Tensor, base:Tensor, chunk:Tensor, *constants:Tensor):
@@ -346,6 +345,7 @@ def over_chunks(body:Callable, cfg:Rule, memory:Memory, streams:dict[str, Tensor
   size = rows[0].shape[-1]
   starts = unpack(Tensor.stack(*[row[..., :size] for row in rows[:-1]], dim=2).contiguous(), states)
   kept = unpack(Tensor.stack(*[row[..., size:] for row in rows[1:]], dim=2).contiguous(), results)
+  # a later call may go on inside the last chunk: its gradients are taken where this chunk's were
   last, last_base = unpack(rows[-1], states), unpack(rows[-2], states)
   new_base = part_of(last_base, "M") if len(rows) > 2 else memory.base
   after = Memory(memory.R, new_base, part_of(last, "M"), part_of(last, "S"), False)
@@ -363,9 +363,9 @@ def outputs(cfg:Rule, starts:Memory, kept:dict[str, Tensor], x:Tensor, r:Tensor,
     if starts.R: y = y + z @ starts.R[name].unsqueeze(2).transpose(-1, -2)
     if STEPS[cfg.optimizer].linear:
       inputs = kept["h"] if name == "W1" else x                                # (B,H,N,E,i)
-      scores = C[..., int(cfg.momentum):] * (z @ inputs.transpose(-1, -2)).contiguous()
+      scores = of_gradients(cfg, C) * (z @ inputs.transpose(-1, -2)).contiguous()
       y = y - scores.contiguous() @ kept[f"u.{name}"]
-      return y - C[..., :1] * (z @ starts.S[name].transpose(-1, -2)) if cfg.momentum else y
+      return y - of_S(C) * (z @ starts.S[name].transpose(-1, -2)) if cfg.momentum else y
     U = kept[f"U.{name}"]                                                      # (B,H,N,n,o,i)
     steps = (z @ U.flatten(-3, -2).transpose(-1, -2)).contiguous().reshape(*z.shape[:-1], U.shape[-3], U.shape[-2])
     return y - (C.unsqueeze(-1) * steps).sum(-2)
@@ -374,9 +374,8 @@ def outputs(cfg:Rule, starts:Memory, kept:dict[str, Tensor], x:Tensor, r:Tensor,
 def for_batch(weights:Weights, like:Tensor) -> Weights:
   """Matrices (H,o,i) that the batch shares, repeated to (B,H,o,i) for like (B,...).  Where `like` is cut along B over
   several devices, the result is cut as well; tinygrad's Tensor.stack cannot join cut and whole tensors."""
-  B = sizes(like)[0]
   def repeated(w:Tensor) -> Tensor:
-    w = w.unsqueeze(0).expand(B, *w.shape).contiguous()
+    w = w.unsqueeze(0).expand(sizes(like)[0], *w.shape).contiguous()
     if isinstance(like.device, str): return w
     cut = w.flatten(1).cat(like.flatten(1)[:, :1], dim=1).contiguous()         # (B,H*o*i+1), cut as `like` is
     return cut[:, :-1].reshape(w.shape).contiguous()
@@ -397,9 +396,9 @@ def cut(z:Tensor, b:int) -> Tensor: return z.reshape(*z.shape[:2], sizes(z)[2] /
 
 def by_ops(cfg:Rule, a:Tensor|None, memory:Memory, q:Tensor, k:Tensor, v:Tensor, gates:Gates, chunks:Chunks,
            over:Callable=over_chunks) -> tuple[Tensor, Memory]:
-  """The recurrence over whole chunks in stock operations.  All but the sequential pass is large products over all
-  chunks. q (B,H,T,d); k, v (B,H,T,.), or (B,H,window-1+T,.) with the tokens before the first; a: coefficients of
-  features=poly; over: runs the sequential pass. Returns y (B,H,T,value_dim) and the memory after the last token."""
+  """The recurrence in stock operations.  All but the sequential pass (`over` runs it) is products over all chunks.
+  q (B,H,T,d); k, v (B,H,T,.), or (B,H,window-1+T,.) with the tokens before the first; a: coefficients of features=poly;
+  chunks.first is not used.  Returns y (B,H,T,value_dim) and the memory after the last token."""
   b, T = chunks.size, sizes(q)[2]
   E = b + cfg.window - 1
   if b > 1: E = to_multiple(E, 8)                                              # multiples of 8 tile well
@@ -428,21 +427,22 @@ def expansion_chunk(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:
   """One chunk.  z: the state M.* and S.*, base.* and R.*, whose "u" (B,H,L,o) are coefficients of the cached `keys`
   (B,H,L,d); k and v of the chunk with its halo, q, the coefficients kept_M, C and P of every token, and `entries`
   (B,H,E), the cache entries of the chunk's keys.  Returns the state after the chunk and y (B,H,b,value_dim)."""
-  M, S, R = [part_of(z, n) for n in ("M", "S", "R")]
-  base, keys, momentum, E = at_base(z), z["keys"], int(cfg.momentum), z["k"].shape[2]
+  M, S, R = [part_of(z, n) for n in ("M", "S", "R")]       # the expanded layer is "u": W or W2 is not in M
+  base, keys, E = at_base(z), z["keys"], z["k"].shape[2]
   similar = (z["k"].cat(z["q"], dim=2) @ keys.transpose(-1, -2)).exp().contiguous()            # (B,H,E+b,L)
   by_key, by_query = similar[:, :, :E], similar[:, :, E:]
   in_chunk = (z["q"] @ z["k"].transpose(-1, -2)).exp().contiguous()                            # (B,H,b,E)
+  # with exp(key_n . x) as features, u^T is an ordinary first layer, so that `gradients` serves here too
   base["W" if cfg.memory == "linear" else "W2"] = base["u"].transpose(-1, -2)                   # (B,H,o,L)
   factors = gradients(cfg, base, by_key, z["k"], z["v"])
   kept_M, C, P = z["kept_M"].unsqueeze(-1), z["C"], z["P"]
   def read(name:str, x:Tensor) -> Tensor:
     u, inputs = factors[name]
-    def at(W:Weights) -> Tensor: return x @ W[name].transpose(-1, -2) if name in W else by_query @ W["u"]
+    def at(W:Weights) -> Tensor: return x @ W[name].transpose(-1, -2) if name in M else by_query @ W["u"]
     scores = x @ inputs.transpose(-1, -2) if name in M else in_chunk
-    y = kept_M * at(M) - (C[..., momentum:] * scores).contiguous() @ u
+    y = kept_M * at(M) - (of_gradients(cfg, C) * scores).contiguous() @ u
     if R: y = y + at(R)
-    return y - C[..., :1] * at(S) if momentum else y
+    return y - of_S(C) * at(S) if cfg.momentum else y
   new = {"y": apply(cfg, read, z["q"], z["q"])}
   L, one, zero = sizes(keys)[2], Tensor(1.0, dtype=dtypes.float), Tensor(0.0, dtype=dtypes.float)
   entry = (z["entries"].unsqueeze(-1) == Tensor.arange(L, dtype=dtypes.float)).where(one, zero)        # (B,H,E,L)
@@ -452,10 +452,10 @@ def expansion_chunk(cfg:Rule, z:dict[str, Tensor]) -> dict[str, Tensor]:
       if name in M: return u.transpose(-1, -2) @ (weights.unsqueeze(-1) * inputs)
       return entry.transpose(-1, -2) @ (weights.unsqueeze(-1) * u)
     n = name if name in M else "u"
-    new[f"M.{n}"] = kept_M[..., -1:, :] * M[n] - summed(C[..., momentum:])
-    if not momentum: continue
+    new[f"M.{n}"] = kept_M[..., -1:, :] * M[n] - summed(of_gradients(cfg, C))
+    if not cfg.momentum: continue
     new[f"M.{n}"] = new[f"M.{n}"] - number(C[..., 0]) * S[n]
-    new[f"S.{n}"] = number(P[..., 0]) * S[n] + summed(P[..., 1:])
+    new[f"S.{n}"] = number(P[..., 0]) * S[n] + summed(of_gradients(cfg, P))
   return new
 
 def by_expansion(cfg:Rule, keys:Tensor, memory:Memory, q:Tensor, k:Tensor, v:Tensor, gates:Gates, chunks:Chunks

@@ -708,7 +708,7 @@ def test_a_stream_may_be_cut_anywhere_and_a_captured_call_that_starts_elsewhere_
   jitted step that was captured on the first state; the state keeps its size."""
   m = model(name)
   logits, state = m.anywhere(m.tokens[:, :1])
-  if m.cfg.mixer == "memory":
+  if m.cfg.mixer in ("memory", "mac"):
     for _ in range(2): m.step(m.tokens[:, 1:2], state)       # the second call captures it
   inside, _ = m.anywhere(m.tokens[:, 1:T + 1], state)
   for _ in range(3): border, _ = m.more(m.tokens[:, T:], m.state)              # the third replays what was captured
