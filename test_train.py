@@ -1000,7 +1000,6 @@ def test_the_learnability_experiment_learns_the_low_rank_mapping(capsys):
   assert losses.shape == (5, 1, 256) and losses[0, 0, -64:].mean() < 0.8 * losses[0, 0, :64].mean()
   shown = shows(capsys, "learnability.png")
   for name in experiments.MAPPINGS: assert re.search(rf"^{re.escape(name)} +[1-9]e-0\d +\d\.\d+$", shown, re.M)
-  assert losses[:, 0, -64:].mean(-1).argmin() == 0
 
 @experiment
 def test_the_capacity_experiment_counts_what_least_squares_can_fit(capsys):
