@@ -99,6 +99,8 @@ def load_numbered(program:Any, device:Any, code:Any) -> None:
 
 CLProgram.__init__ = load_numbered                         # type: ignore[method-assign, assignment]
 
+# *** registers, threads and tiles ***
+
 def on_cpu(device) -> bool:
   """Whether it is one CPU device; a tuple of devices is none."""
   return isinstance(device, str) and device.startswith("CPU")
@@ -855,7 +857,6 @@ class Layout:
       w = w.reshape(-1, i, o).transpose(-1, -2) if i >= o else w.reshape(-1, o, i)
       out[name] = w[..., :shapes[name][-1]].reshape(shapes[name])
     return out
-
   def states(self, rows:Tensor, shapes:dict[str, tuple]) -> tuple[Weights, Weights]:
     """M and S (empty without momentum) in rows that begin with them."""
     M = self.unpack(rows, shapes)
@@ -961,14 +962,15 @@ def stepwise_chunk(kernel:Kernel, cfg:Rule, every:int, D:int, inputs:ChunkInputs
       w = weights.block(t, 1, g * every, window).transpose()
       s = (w * u.block(g * every, window)).stored().transpose() @ x.block(g * every, window)
       kernel.assign(S[n], s + kept_S.block(t, 1) * lay.parts(now[1])[n] if cfg.momentum else s)
-    if not STEPS[cfg.optimizer].padded:                    # the step sees its matrices without the columns beside them
+    if STEPS[cfg.optimizer].padded:
+      for n, *rest in alike:
+        if not rest: step(S[n], U[n], 0)
+        else: kernel.scan(1 + len(rest), functools.partial(step, S[n], U[n]), [kernel.filled((1, 1), 0.0)])
+    else:                                                  # the step sees its matrices without the columns beside them
       kernel.each(U_row, lambda i, j: 0.0, ())
       for n, (_, x) in inputs.factors.items():
         s, u = [m.block(0, m.shape[0], 0, x.shape[1] if n == "W1" else D) for m in (S[n], U[n])]
         kernel.assign(u, STEPS[cfg.optimizer].direction(s, cfg))
-    for n, *rest in alike if STEPS[cfg.optimizer].padded else ():
-      if not rest: step(S[n], U[n], 0)
-      else: kernel.scan(1 + len(rest), functools.partial(step, S[n], U[n]), [kernel.filled((1, 1), 0.0)])
     kernel.assign(then[0], kept_M.block(t, 1) * now[0] - inputs.eta.block(t, 1) * U_row)
   rows = kernel.scan(b // every, group, [row(M), *([row(S)] if cfg.momentum else [])])
   fading, out = kernel.filled((b + every, 1), 1.0), kernel.new((b + every, inputs.y.shape[1]))
@@ -1284,10 +1286,7 @@ def states_by_kernel(body:Callable, cfg:Rule, memory:Memory, streams:dict[str, T
     shapes = {n: (*sizes(z)[:-1], o, i) for n, o, i in weights}
     parts = lay.states(z.reshape(-1, z.shape[-1]), shapes)
     return [{n: w.contiguous_backward() for n, w in part.items()} for part in parts]
-  kept, at = {}, lay.size
-  for n, shape in results.items():
-    kept[n] = rows[:, :, 1:N + 1, at:at + math.prod(shape)].reshape(B, H, N, *shape).contiguous_backward()
-    at += math.prod(shape)
+  kept = unpack(rows[:, :, 1:N + 1, lay.size:], results)
   (M, S), (M_starts, S_starts) = states(rows[:, :, N + 1]), states(rows[:, :, 1:N + 1])
   base = states(rows[:, :, N])[0] if N > 1 else memory.base
   return Memory(memory.R, base, M, S, False), Memory(memory.R, {}, M_starts, S_starts, False), kept
@@ -1619,10 +1618,3 @@ def memory(cfg:Rule, weights:Weights, q:Tensor, k:Tensor, v:Tensor, alpha:Tensor
     new = {n: z if n == "position" else valid.where(z, math.nan) for n, z in new.items()}
   # clones: a jit must not return what is the caller's, nor what a later call in it may overwrite
   return y, {n: z.clone() for n, z in new.items()}
-
-def difference_from_cpu(results:Callable[[], list[np.ndarray]]) -> float:
-  """The largest relative difference between what results() computes on the default device and on a CPU."""
-  here = results()
-  with Context(DEV="CPU"): expected = results()
-  norm = np.linalg.norm
-  return max(float(norm(x - y) / norm(y)) for x, y in zip(here, expected, strict=True))

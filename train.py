@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv, fcntl, functools, hashlib, inspect, io, itertools, math, multiprocessing, os, pickle, platform, re, resource
 import shutil, signal, sqlite3, sys, tempfile, time
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
@@ -117,6 +117,9 @@ def check_parts(run:Run) -> None:  # a batch can be taken in parts, and each par
     attempt(lambda: computed(name), f"devices={run.devices}: {name} cannot be used", f"take devices={i}")
 def listed(run:Run) -> tuple[list[str], list[int]]:      # of a bench
   names, lengths = (run.presets or run.preset).split(","), (run.lengths or str(run.length)).split(",")
+  for name in names:
+    hint = atlas.nearest(name, atlas.PRESETS)
+    refuse(name not in atlas.PRESETS, f"presets={run.presets}: {name!r} is unknown{hint}")
   for n in lengths:
     sound = re.fullmatch("(?!0+$)[0-9]{1,9}", n)
     refuse(not sound, f"lengths={run.lengths}: {n!r} is not a number of tokens: write lengths=256,2048")
@@ -151,11 +154,15 @@ def check_dtype(cfg:Config) -> None:                     # no device must have a
 
 def check_out(out:Path) -> None:                         # whether files can be written into out, without writing any
   nearest = next(p for p in (out, *out.absolute().parents) if os.path.lexists(p))
-  holds, closed = Path.cwd().is_relative_to(os.path.realpath(out)), not os.access(nearest, os.W_OK | os.X_OK)
+  holds, folders = Path.cwd().is_relative_to(os.path.realpath(out)), [nearest]
+  if used(out): folders.append(out.absolute().parent)    # an earlier run moves aside, into it
   advice = "so an earlier run could not be moved aside: name a folder of its own"
   refuse(holds, f"out={out} holds the working folder, {advice}")
   refuse(not nearest.is_dir(), f"out={out} cannot be a folder, {nearest} is a file: give another out")
-  refuse(closed, f"out={out} is not writable: give another out, or change the rights of {nearest}")
+  for folder in folders:
+    closed = not os.access(folder, os.W_OK | os.X_OK)
+    refuse(closed, f"out={out} is not writable: give another out, or change the rights of {folder}")
+  with held(out) if out.is_dir() else nullcontext(): pass
 def usage() -> str:  # every key with its default and meaning, from the comments beside the fields
   lines, model = [__doc__], "The model (a preset and a size set these; what is given here wins)"
   for title, cls in (("The command", Run), (model, Config)):
@@ -166,6 +173,7 @@ def usage() -> str:  # every key with its default and meaning, from the comments
 # *** the folder of a run: checkpoints, one file each (see atlas.save), and log.csv ***
 def checkpoints(out:Path) -> list[Path]: return sorted(out.glob("step_*.safetensors"))
 def checkpoint(out:Path, step:int) -> Path: return out / f"step_{step:08d}.safetensors"
+def used(out:Path) -> bool: return bool(checkpoints(out)) or (out / "log.csv").exists()
 def read_weights(path:Path) -> Saved:
   saved, advice = data.read_file(path), "another tool wrote it, and nothing tells whether it is whole"
   if not saved.signed: warn(f"warning: {path} is unsigned: {advice}")
@@ -192,7 +200,7 @@ def held(out:Path) -> Iterator[None]:                    # no other run may take
     yield
 @contextmanager
 def run_folder(out:Path, start:Saved|None) -> Iterator[None]:  # an earlier run moves aside
-  if not start and (checkpoints(out) or (out / "log.csv").exists()):
+  if not start and used(out):
     aside = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
     with held(out): out.rename(aside)
     print(f"moved the earlier run to {aside}")
@@ -509,7 +517,7 @@ def bench_row(run:Run, cfg:Config) -> list:              # COLUMNS from params o
   row = [atlas.parts(cfg)["total"], f"{times[0]:.1f}", f"{seconds * 1e3:.1f}",
          f"{run.batch * run.length / seconds:.0f}", count.kernel_count, f"{count.global_ops / 1e9:.2f}"]
   row += [f"{count.global_mem / 1e9:.3f}", f"{peak_mb():.0f}"]
-  one_token = evaluate.token_step(cfg, lambda token, state: atlas.forward(step.params, cfg, token, state))
+  one_token = evaluate.token_step(cfg, functools.partial(atlas.forward, step.params, cfg))
   state, times = None, []
   for _ in range(33):
     began = time.perf_counter()
@@ -582,8 +590,8 @@ def from_checkpoint(start:Saved, run:Run, own:dict, model:dict) -> tuple[Run, Co
   missing = {"step", "run", "text", "config"} - start.meta.keys()
   refuse(missing, f"{path} holds weights and no run to continue: {advice}")
   recorded, free, now = start.meta["run"], FREE, {"mode", "out", "resume", "init_from", "cores"}
-  if run.mode != "train":
-    free, now = free | {"data", "task", "length", "batch", "seed", "horizon"}, now | SAMPLING | {"seed"}
+  if run.mode != "train": free, now = free | {"data", "batch", "seed", "horizon"}, now | SAMPLING | {"seed"}
+  if run.mode != "train" and run.task: free = free | {"task", "length"}
   for key, x in (own | model).items():
     before = (recorded | start.meta["config"]).get(key)
     refuse(key not in free and before != x, f"{key}={x} contradicts the checkpoint {path}, made with {key}={before}: "
